@@ -4,22 +4,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ampkit import amp, optim
+from ampkit.amp.fp16_optimizer import FP16Optimizer
+from ampkit.engine.weight_cache import WeightCache
+from ampkit.half_precision.check_half import check_half
+from ampkit.half_precision.half import half
+from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.policy.policy import Policy, Rule, register_op
 from ampkit.region.autocast import autocast, clear_autocast_cache
 from ampkit.region.cast_record import CastRecord
 from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import record_casts
-from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.scaler.norm_limit import TimesMedian
 from ampkit.scaler.overflow_report import OverflowReport
-from ampkit.whole_model.check_half import check_half
-from ampkit.whole_model.fp16_optimizer import FP16Optimizer
-from ampkit.whole_model.half import half
-from ampkit.whole_model.master_weights import MasterWeights
 
 if TYPE_CHECKING:
     from ampkit import debugging, integrations

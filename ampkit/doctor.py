@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 import ampkit
 import ampkit_kernels as kernels
-from ampkit.region import self_check
-from ampkit.torch_internals.float8 import lacks_float8
+from ampkit.engine import self_check
+from ampkit.torch_internals.float8_matmul import lacks_float8
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
 Finding = tuple[bool, str]      # whether all is well, and a line that says what was found

@@ -15,7 +15,7 @@ import torch
 
 import ampkit.doctor  # noqa: F401  (imports every module that looks a name up)
 from ampkit.torch_internals.dispatcher import KEY_NAMES
-from ampkit.torch_internals.lookup import looked_up
+from ampkit.torch_internals.private_names import looked_up
 from ampkit.torch_internals.versions import SUPPORTED
 
 PAGE = Path(__file__).with_name("versions.md")

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from ampkit.amp.fp16_optimizer import FP16Optimizer
 from ampkit.optim import AdamW
-from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 
 
 class Reader(nn.Module):

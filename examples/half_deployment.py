@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from ampkit.whole_model.check_half import check_half
-from ampkit.whole_model.half import BATCH_NORMS, half
+from ampkit.half_precision.check_half import check_half
+from ampkit.half_precision.half import BATCH_NORMS, half
 
 
 class Calibrate(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from ampkit.whole_model.half import half
+from ampkit.half_precision.half import half
 
 
 class Tagger(nn.Module):

@@ -16,12 +16,12 @@ from torch.nn import Module
 
 from ampkit.containers import map_tensors
 from ampkit.debugging import causes
-from ampkit.debugging.changes import advice, changes_for, suggestion
+from ampkit.debugging.nonfinite_origins import Record, Trace, trace
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
+from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
 from ampkit.debugging.storage_map import StorageMap
-from ampkit.debugging.taint import Record, Trace, trace
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 
 

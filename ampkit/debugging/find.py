@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.debugging.causes import Cause, poles, rounded_number
-from ampkit.debugging.changes import Change, Region, advice, changes_for, suggestion
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.proposed_changes import Change, Region, advice, changes_for, suggestion
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, OperatorError, Suggestion
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.torch_internals.operator_tracing import OpOverload

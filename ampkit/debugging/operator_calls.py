@@ -22,7 +22,7 @@ from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_ca
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
 from ampkit.debugging.report import Report
-from ampkit.region.optimizer_steps import steps
+from ampkit.engine.optimizer_steps import steps
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
     ObserverMode,

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampkit.region.optimizer_steps import steps
+from ampkit.engine.optimizer_steps import steps
 
 
 class Snapshot:

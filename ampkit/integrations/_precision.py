@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import torch
 
+from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast
-from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.grad_scaler import GradScaler
 
 

@@ -14,11 +14,11 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
+from ampkit.engine.weight_cache import WeightCache
 from ampkit.integrations._precision import checked
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast as region_of
-from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]

@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ampkit.engine.weight_cache import WeightCache
 from ampkit.integrations import accelerate
 from ampkit.policy.policy import Policy
-from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]

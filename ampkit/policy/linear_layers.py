@@ -11,7 +11,7 @@ from torch.nn import Linear, Module
 from ampkit.policy.float8_recipes import DTYPES, RECIPES, wrong_size
 from ampkit.policy.module_paths import unwrapped, was_named
 from ampkit.policy.rules import Rule
-from ampkit.torch_internals.float8 import lacks_float8
+from ampkit.torch_internals.float8_matmul import lacks_float8
 
 __all__ = ["linear_layers"]
 

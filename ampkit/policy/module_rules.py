@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
+from ampkit.dtypes import short
 from ampkit.policy.module_paths import (
     classes_of,
     has_forward,
@@ -27,7 +28,6 @@ from ampkit.policy.module_paths import (
     unwrapped,
     was_named,
 )
-from ampkit.policy.values import short
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import request_kwargs
 

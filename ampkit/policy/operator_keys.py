@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ampkit.policy import casting
+from ampkit.dtypes import short
+from ampkit.engine import casting
 from ampkit.policy.float8_recipes import PRODUCTS, RECIPES
 from ampkit.policy.rules import Rule
-from ampkit.policy.values import short
 from ampkit.torch_internals.operators import (
     OpOverload,
     OpOverloadPacket,

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from ampkit.dtypes import PRECISIONS, as_dtype, short
 from ampkit.policy import module_rules
 from ampkit.policy.kept_modules import kept_modules
 from ampkit.policy.linear_layers import linear_layers
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
-from ampkit.policy.values import PRECISIONS, as_dtype, short
 from ampkit.torch_internals.dynamo import called_while_tracing, tracing
 from ampkit.torch_internals.operators import (
     OpOverload,

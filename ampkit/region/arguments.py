@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ampkit.dtypes import as_dtype, short
+from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
-from ampkit.policy.values import as_dtype, short
 from ampkit.region.spec import RegionSpec
-from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import called_while_tracing
 from ampkit.torch_internals.operators import current_device_type, privateuse1_name
 from ampkit.user_warnings import warn_user

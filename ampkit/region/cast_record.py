@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
-from ampkit.region.float8_record import Float8Losses, Float8Notes, table
+from ampkit.region.float8_losses import Float8Losses, Float8Notes, table
 
 __all__ = ["CastRecord", "MisalignedProduct", "MisalignedProducts", "RecordedCall"]
 

@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from ampkit.containers import map_tensors
-from ampkit.policy.casting import is_eligible
+from ampkit.engine.casting import is_eligible
 from ampkit.policy.policy import Policy
-from ampkit.region import graph
+from ampkit.region import traced
 from ampkit.region.arguments import NAMED_POLICIES, autocast_device_type
 from ampkit.region.autocast import autocast
 from ampkit.region.spec import RegionSpec
@@ -106,11 +106,11 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             with autocast.of(state._replace(cache_enabled=torch.is_autocast_cache_enabled())):
                 return bwd(*args, **kwargs)
         enabled, dtype, rules = state       # of a forward in the same trace
-        graph.enter(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
+        traced.enter(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
         try:
             return bwd(*args, **kwargs)
         finally:
-            graph.leave_region()
+            traced.leave_region()
 
     return decorated
 

@@ -15,11 +15,11 @@ import torch
 from torch.nn import Module
 
 from ampkit.containers import cast_tree
+from ampkit.dtypes import as_dtype
+from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.module_paths import is_scripted
 from ampkit.policy.policy import Policy
-from ampkit.policy.values import as_dtype
 from ampkit.region.autocast import autocast
-from ampkit.region.weight_cache import WeightCache
 
 __all__ = ["unwrap_forward", "wrap_forward"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ampkit.torch_internals.float8 import is_eager
+from ampkit.torch_internals.float8_matmul import is_eager
 from ampkit.torch_internals.operator_tracing import is_opaque
 from ampkit.torch_internals.tensors import is_capturing
 from ampkit.torch_internals.transforms import functorch_level

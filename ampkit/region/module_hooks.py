@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.containers import map_tensors
+from ampkit.engine.thread_state import thread
 from ampkit.policy.module_rules import BoundRule, ModuleRules
 from ampkit.policy.policy import Policy
-from ampkit.region import graph
+from ampkit.region import traced
 from ampkit.region.arguments import checked_spec
 from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import leave_down_to, push
-from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import called_while_tracing, dynamo_skip, object_at, tracer, tracing
 from ampkit.torch_internals.forks import renewed_lock
@@ -207,7 +207,7 @@ def enter_in_trace(region: RegionSpec) -> None:
     text = None if policy is None else policy.text
     if has_rules:
         _announce(id(policy))
-    graph.enter(region.device_type, region.dtype, region.enabled, region.cache_enabled, text)
+    traced.enter(region.device_type, region.dtype, region.enabled, region.cache_enabled, text)
     if has_rules or len(_entered) > 0 or has_hooks(EAGER):
         _entered.append((None, 1))
         if not has_hooks(EAGER):
@@ -217,7 +217,7 @@ def enter_in_trace(region: RegionSpec) -> None:
 def leave_in_trace() -> None:
     """Close the region that `enter_in_trace` opened last, and those of modules that ended inside it without hooks."""
     if len(_entered) == 0:
-        graph.leave_region()
+        traced.leave_region()
         return
     _leave_to(None)
     if len(_entered) == 0:
@@ -228,10 +228,10 @@ def _leave_to(module: Module | None) -> None:
     called, n_regions = _entered.pop()
     while called is not module:
         for _ in range(n_regions):
-            graph.leave_region()
+            traced.leave_region()
         called, n_regions = _entered.pop()
     for _ in range(n_regions):
-        graph.leave_region()
+        traced.leave_region()
 
 
 def _before_in_trace(module: Module, args: Any, kwargs: Any) -> Any:
@@ -246,7 +246,7 @@ def _before_in_trace(module: Module, args: Any, kwargs: Any) -> Any:
     _entered.append((module, len(lines)))
     for line in lines:
         device_type, dtype, enabled, text = line.split("|", 3)
-        graph.enter(device_type, getattr(torch, dtype), enabled == "True", torch.is_autocast_cache_enabled(), text)
+        traced.enter(device_type, getattr(torch, dtype), enabled == "True", torch.is_autocast_cache_enabled(), text)
         if enabled == "False":
             args, kwargs = _cast_inputs(args, kwargs, device_type)
     return args if kwargs is None else (args, kwargs)

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampkit.policy import casting
+from ampkit.engine import casting
+from ampkit.engine.autocast_mode import AutocastMode
+from ampkit.engine.float8_products import Product, why_not
+from ampkit.engine.registration import GENERAL
+from ampkit.engine.thread_state import thread
+from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
-from ampkit.region.float8 import Product, why_not
 from ampkit.region.integer_casts import merges_integers
-from ampkit.region.mode import AutocastMode
-from ampkit.region.thread_state import thread
-from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dispatcher import Exclude
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
-from ampkit.torch_internals.kernels import GENERAL
 from ampkit.torch_internals.modules import CALL
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.user_warnings import warn_user

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.policy import Policy
-from ampkit.region.weight_cache import WeightCache
 
 
 class RegionSpec(NamedTuple):

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import torch
 
+from ampkit.engine import policy_mark, self_check
+from ampkit.engine.autocast_mode import AutocastMode
+from ampkit.engine.thread_state import thread
+from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region import policy_guard, self_check
 from ampkit.region.arguments import NAMED_POLICIES
-from ampkit.region.mode import AutocastMode
 from ampkit.region.recording import new_mode, records
 from ampkit.region.spec import RegionSpec
-from ampkit.region.thread_state import thread
-from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
     TLS_NAME,
@@ -144,7 +144,7 @@ class Entry:
         if self.muted is not None:
             set_excluded(self.muted, False)
         if self.mark is not (self.mode.mark if active else ()):
-            policy_guard.write(self.mark)
+            policy_mark.write(self.mark)
         put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy or self.mode.closed())
         if self.own_cache is not None:
             self.own_cache.leave()
@@ -216,7 +216,7 @@ def push(
         put_in_tls(TLS_NAME, entry.mode)
         mark = entry.mode.mark if active else ()
         if mark is not entry.mark:
-            policy_guard.write(mark)
+            policy_mark.write(mark)
         if active and not entry.included:
             set_included(entry.key, True)
         if entry.excluded is active:

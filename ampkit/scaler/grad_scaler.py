@@ -35,8 +35,8 @@ from ampkit.scaler import norm_limit, saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.norm_limit import TimesMedian
+from ampkit.scaler.optimizer_records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
 from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
-from ampkit.scaler.records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.operators import current_device_type

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.forks import renewed_lock
-from ampkit.torch_internals.lookup import private, refuse
+from ampkit.torch_internals.private_names import private, refuse
 
 _Frame = private("utils.checkpoint._CheckpointFrame")
 _lock = renewed_lock(__name__, "_lock")

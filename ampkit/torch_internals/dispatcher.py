@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit.torch_internals.lookup import missing, private, refuse
 from ampkit.torch_internals.operators import listed_as
+from ampkit.torch_internals.private_names import missing, private, refuse
 
 __all__ = [
     "AUTOCAST_KEYS", "KEY", "KEY_NAMES", "TLS_NAME", "TORCH_KEY", "Exclude", "TorchDispatchMode", "autocast_key",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx.node import has_side_effect
 
-from ampkit.torch_internals.lookup import private, refuse
+from ampkit.torch_internals.private_names import private, refuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 

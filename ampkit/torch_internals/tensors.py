@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.torch_internals.lookup import private
+from ampkit.torch_internals.private_names import private
 
 n_dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
 tracing_state: Callable[[], Any] = private("_C._get_tracing_state")

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from ampkit.torch_internals.dispatcher import is_excluded, parsed_key
-from ampkit.torch_internals.lookup import private
+from ampkit.torch_internals.private_names import private
 
 __all__ = ["functorch_level", "in_forward_ad", "is_ahead", "is_wrapped", "keys_ahead", "transforms"]
 

@@ -12,7 +12,7 @@ from .configs import is_capturing as is_capturing
 from .dispatch import IMPLS as IMPLS
 from .dispatch import TritonUnavailable, backend, why_not_triton
 from .dispatch import uses_triton as uses_triton
-from .float8 import Quantized, Scaling
+from .float8_scaling import Quantized, Scaling
 from .step_cache import StepCache as StepCache
 from .tensors import FlatList as FlatList
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import reference
 from .dispatch import select
-from .float8 import Quantized, Scaling
+from .float8_scaling import Quantized, Scaling
 from .rounding import REMAINDER
 from .step_cache import StepCache
 from .tensors import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import rounding
-from .float8 import quantize as quantize
+from .float8_scaling import quantize as quantize
 from .tensors import by_dtype, written_in_place
 
 INF = float("inf")

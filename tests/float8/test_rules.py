@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ampkit import Policy, Rule, autocast, record_casts
 from ampkit.debugging import compare_precision
-from ampkit.torch_internals import float8 as torch_float8
+from ampkit.torch_internals import float8_matmul as torch_float8
 from tests.helpers.float8 import GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, policy, same
 
 

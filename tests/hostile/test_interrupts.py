@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
-from ampkit.region import graph, recording
+from ampkit.engine.thread_state import thread
+from ampkit.region import recording, traced
 from ampkit.region.stack import leave_down_to
-from ampkit.region.thread_state import thread
 from ampkit.torch_internals import dispatcher
 from tests.helpers.regions import BF16, state
 
@@ -52,7 +52,7 @@ def decorated() -> None:
 
 def in_a_graph() -> None:
     """What `torch.compile(backend="eager")` runs: regions entered and left by calls, with no `with` around them."""
-    calls = {"enter": graph.enter_region, "leave": graph.leave_region, "dtype": BF16, "rules": MINE.text}
+    calls = {"enter": traced.enter_region, "leave": traced.leave_region, "dtype": BF16, "rules": MINE.text}
     source = "enter('cpu', dtype, True, True, rules, 0)\nenter('cpu', dtype, False, True, None, 0)\nleave()\nleave()"
     exec(compile(source, "<eval_with_key>.0", "exec"), calls)
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from triton.compiler import ASTSource
 
 from ampkit_kernels.configs import INTERPRETED_MULTIPROCESSORS
-from ampkit_kernels.float8 import Scaling
-from ampkit_kernels.triton_ops import adamw, float8, norm, scale, sgd, unscale, unscale_into
+from ampkit_kernels.float8_scaling import Scaling
+from ampkit_kernels.triton_ops import adamw, float8_quantize, norm, scale, sgd, unscale, unscale_into
 from ampkit_kernels.triton_ops.launch import TRITON_DTYPES, entry
 from tests.kernels.aot import Case
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-NAMES = {dtype: str(name) for dtype, name in {**TRITON_DTYPES, **float8.FP8}.items()}
+NAMES = {dtype: str(name) for dtype, name in {**TRITON_DTYPES, **float8_quantize.FP8}.items()}
 NAMES |= {torch.int64: "i64", torch.int32: "i32"}
 N = 1 << 16     # elements of a list: chunks for every program of a grid
 # Registers per thread, 64 for a kernel that is not here; 128 in float64, and word by word, where lists are not aligned.
@@ -124,7 +124,7 @@ def float8_casts() -> None:
     row = tensor._replace(rowwise=True)
     for dtype, columns in itertools.product((FP32, BF16), (4096, 4095)):
         for forms in ((tensor, tensor), (gradient, gradient), (row, row), (row, None)):
-            float8.quantize(torch.zeros(64, columns, dtype=dtype), *forms)
+            float8_quantize.quantize(torch.zeros(64, columns, dtype=dtype), *forms)
 
 
 def lists_walked(kernel: str, constants: dict[str, Any]) -> tuple[list[tl.dtype], list[tl.dtype]]:

@@ -25,7 +25,7 @@ def interpreted_float8(interpreted, monkeypatch):
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from ampkit_kernels.triton_ops import float8
+    from ampkit_kernels.triton_ops import float8_quantize
 
     convert = interpreter._convert_float
 
@@ -36,8 +36,8 @@ def interpreted_float8(interpreted, monkeypatch):
         return torch.tensor(data).to(dtype).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", corrected)
-    monkeypatch.setattr(float8, "CONFIG", float8.Config(block=256))
-    return float8
+    monkeypatch.setattr(float8_quantize, "CONFIG", float8_quantize.Config(block=256))
+    return float8_quantize
 
 
 def matrix(rows, columns, dtype, special):

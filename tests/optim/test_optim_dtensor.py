@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.optim import SGD, AdamW
-from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.ranks import on_ranks
 
 BFLOAT16 = {"rounding": "stochastic", "masters": "remainder", "state_dtype": torch.bfloat16}

@@ -8,7 +8,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.nn.modules import module as hooked
 
-from ampkit.region.thread_state import thread
+from ampkit.engine.thread_state import thread
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, autocast
-from ampkit.torch_internals import dispatcher, kernels
+from ampkit.engine import registration
+from ampkit.torch_internals import dispatcher
 from tests.helpers.regions import BF16, FP16, FP32, REGIONS, both, product, state
 
 # State
@@ -218,4 +219,4 @@ def test_second_copy_of_ampkit_is_told():
     with autocast("cpu"):
         pass
     with pytest.raises(RuntimeError, match="another copy of ampkit"):
-        kernels._prepare()
+        registration._prepare()

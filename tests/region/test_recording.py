@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
-from ampkit.region.mode import AutocastMode
+from ampkit.engine.autocast_mode import AutocastMode
 from ampkit.torch_internals import dispatcher
 from tests.helpers.regions import BF16, FP32, copies
 

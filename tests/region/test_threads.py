@@ -93,7 +93,8 @@ import sys, threading, warnings
 sys.setswitchinterval(1e-6)
 warnings.simplefilter("error")
 import ampkit
-from ampkit.torch_internals import dispatcher, kernels
+from ampkit.engine import registration
+from ampkit.torch_internals import dispatcher
 together, tables = threading.Barrier(4), []
 def first():
     together.wait()
@@ -102,8 +103,8 @@ def first():
 threads = [threading.Thread(target=first) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert len(kernels.OPERATORS) == len(kernels._installed) > 200 and len(tables) == 4
-assert all(kernels.OPERATORS[op.name()] is op for table in tables for op in table)
+assert len(registration.OPERATORS) == len(registration._installed) > 200 and len(tables) == 4
+assert all(registration.OPERATORS[op.name()] is op for table in tables for op in table)
 """
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.optim import AdamW
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.scaler_tools import alike
 
 

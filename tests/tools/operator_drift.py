@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit.policy import casting
+from ampkit.engine import casting
 from ampkit.policy.op_table import TORCH, Rule, names
 from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals.dispatcher import AUTOCAST_KEYS, autocast_key

@@ -28,10 +28,10 @@ from ampkit import (
     optim,
 )
 from ampkit.debugging.report import NonFiniteReport, PrecisionReport
+from ampkit.engine.weight_cache import CacheInfo
+from ampkit.half_precision.check_half import HalfReport
 from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import RecordedCall
-from ampkit.region.weight_cache import CacheInfo
-from ampkit.whole_model.check_half import HalfReport
 
 CONFIGURATION = {"dtype": "bfloat16", "policy": "torch"}
 

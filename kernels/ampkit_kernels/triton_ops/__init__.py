@@ -7,7 +7,7 @@ numbers; on the CPU there are none to save, so `reference` has no counterparts.
 """
 
 from .adamw import adamw_
-from .float8 import quantize
+from .float8_quantize import quantize
 from .norm import KERNEL_NORMS, norm_and_check, norm_and_clip_factor
 from .scale import inverse_scale, tally_update_, update_scale_
 from .sgd import sgd_

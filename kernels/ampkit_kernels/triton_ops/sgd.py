@@ -27,9 +27,9 @@ from .. import reference
 from ..configs import Config
 from ..step_cache import Launch, StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
+from .device_rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
 from .launch import entry, on_device
-from .rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
-from .steps import rate_and_factor, run_step, scalars
+from .step_launch import rate_and_factor, run_step, scalars
 
 CONFIGS = {
     8: Config(block=1024, chunk=32768),

@@ -1,0 +1,179 @@
+"""FP16Optimizer: an optimizer with master weights and a loss scale inside, for scripts written around one.
+
+The interface of Apex's FP16_Optimizer, which BERT-era scripts carry: `optimizer.backward(loss)` in place of
+`loss.backward()`, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit.amp.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
+from ampkit.gradients.collect import parameters
+from ampkit.half_precision.master_weights import MasterWeights, refuse_other_masters
+from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
+
+__all__ = ["FP16Optimizer"]
+
+_DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
+
+
+class FP16Optimizer(torch.optim.Optimizer):
+    """Wraps an optimizer of a float16 or bfloat16 model: float32 master weights and loss scaling in one object.
+
+    ::
+
+        model.half()
+        optimizer = FP16Optimizer(torch.optim.AdamW(groups), static_loss_scale=args.loss_scale)  # 0: dynamic
+        for batch in data:
+            optimizer.zero_grad()
+            optimizer.backward(model(batch))
+            optimizer.clip_master_grads(1.0)
+            optimizer.step()
+
+    Learning-rate schedulers and code that reads or writes `param_groups` can use it in place of the optimizer it
+    wraps, which must no longer be used directly.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer` over the model's parameters, in any groups; `ampkit.optim` writes
+            masters and model in one launch.
+        static_loss_scale: the scale; 0 is dynamic, as `--loss_scale 0` means in those scripts.
+        dynamic_loss_scale: True: the scale halves on overflow and doubles after 1,000 steps without, from 2**32
+            down, as Apex's.
+        dynamic_loss_args: `init_scale`, `scale_factor` and `scale_window` of the dynamic scale, or the fields of
+            `DynamicLossScale` by their names.
+        verbose: print a line for each skipped step.
+
+    Raises:
+        TypeError: not an optimizer, or unknown `dynamic_loss_args`. ValueError: a scale below 0 or not finite.
+        RuntimeError: the optimizer has master weights already.
+
+    `step` reads one flag from the device unless the optimizer skips there by itself (`ampkit.optim`,
+    `fused=True`).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, FP16Optimizer):
+            raise TypeError(f"FP16Optimizer wraps a plain torch.optim.Optimizer, got {type(optimizer).__name__}")
+        refuse_other_masters(optimizer)
+        dynamic = dynamic_loss_scale or static_loss_scale == 0
+        if dynamic_loss_args and not dynamic:
+            raise ValueError("dynamic_loss_args were given for a static scale; pass dynamic_loss_scale=True with them")
+        rule: LossScale = _dynamic(dynamic_loss_args or {}) if dynamic else StaticLossScale(float(static_loss_scale))
+        # The constructor of Optimizer is not run: `__getattr__` finds groups, state and defaults in the wrapped one.
+        self.optimizer = optimizer
+        devices = [param.device.type for param in parameters(optimizer)]
+        self.scaler = LossScaler(devices[0] if devices else "cpu", loss_scale=rule, allow_fp16=True)
+        self._gradients = ScaledGradients(optimizer, "optimizer.backward(loss), not loss.backward()", verbose=verbose)
+        self.masters = self._gradients.masters = MasterWeights(optimizer)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale. Reads the device."""
+        return self.scaler.get_scale()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the gradients now in the masters, or those of the last step, were not finite. Reads the device."""
+        found_inf = self._gradients.found_inf
+        return found_inf is not None and bool(found_inf != 0)
+
+    def __repr__(self) -> str:
+        return f"FP16Optimizer({self.optimizer!r}, {self.scaler.loss_scale})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else, parameter groups, state and hooks included, is the wrapped optimizer's."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> Any:
+        raise TypeError("an FP16Optimizer cannot be pickled or copied; save state_dict() and load it into a new one")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of masters and model."""
+        self.optimizer.zero_grad(set_to_none)
+        self._gradients.forget()
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Backward from `loss` times the scale; then gradients are in the masters, unscaled and checked.
+
+        Several calls before a step add up. With `update_master_grads` False the gradients stay in the model,
+        scaled, until a later backward, or `update_master_grads()`. Never syncs.
+
+        Raises:
+            TypeError: `loss` is no tensor.
+        """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
+        with scaled_backward(loss, self.scaler, [self._gradients], delay_unscale=not update_master_grads) as scaled:
+            scaled.backward(retain_graph=retain_graph)
+
+    def update_master_grads(self) -> None:
+        """Take the gradients that `backward(..., update_master_grads=False)` has left; `RuntimeError` without any."""
+        if not self._gradients.still_scaled():
+            raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
+        self.scaler.unscale_all_([self._gradients])
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
+
+        Raises:
+            RuntimeError: no backward since the last step.
+        """
+        if not self._gradients.unscaled:
+            raise RuntimeError("clip_master_grads() without a backward since the last step")
+        return torch.nn.utils.clip_grad_norm_(parameters(self.optimizer), max_norm, norm_type)
+
+    def step(self) -> Any:  # type: ignore[override]
+        """Step the masters and write the model's 16-bit weights, unless a gradient was not finite.
+
+        Raises:
+            RuntimeError: no backward since the last step, or gradients that were left scaled.
+        """
+        return self.optimizer.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; its 16-bit parameters get masters in the next step."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Scale, optimizer and masters, all in float32; resumes bit for bit. Reads the device."""
+        return {
+            "loss_scaler": self.scaler.state_dict(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self.masters.state_dict()["masters"],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` returned, and write the model's 16-bit parameters from the masters.
+
+        Raises:
+            KeyError: missing entries. ValueError, TypeError: masters of another model, or what the scale or the
+            wrapped optimizer refuses. Nothing has been loaded then.
+        """
+        missing = {"loss_scaler", "optimizer_state_dict", "fp32_from_fp16"} - set(state_dict)
+        if missing:
+            raise KeyError(f"not a state dict of FP16Optimizer: {sorted(missing)} missing, got {sorted(state_dict)}")
+        values = self.masters.checked_values({"masters": state_dict["fp32_from_fp16"]})
+        scale = self.scaler.checked_state(state_dict["loss_scaler"])
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])  # checks before it loads
+        self.masters.load_values_(values)
+        self.scaler.load_checked_state(scale)
+
+
+def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:
+    # Apex's defaults: the first scale is too large on purpose, and falls in the first steps.
+    known = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
+    return DynamicLossScale(**{**known, **{_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}})

@@ -1,0 +1,186 @@
+"""The dispatch mode behind autocast, at a key above autograd.
+
+A `TorchDispatchMode` usually sits at the dispatch key `Python`, below autograd: a cast made there is not
+differentiated, and `linear` arrives as `t` + `addmm`. This one is put at a key above autograd, above functorch and
+above torch's own autocast: it sees an operator first and before decomposition, and its casts are differentiated,
+vmapped and traced as if they had been written by hand.
+
+The key is `TESTING_ONLY_GenericMode`, or `TESTING_ONLY_GenericWrapper` for policies that start from torch's list: torch
+defines both, and no build of torch uses them. A kernel is registered there for each operator that some policy of that
+key lists; for every other operator the key is a fallthrough, at no cost, also for composites, whose parts are
+dispatched through the key again. The key is included only while a region is open, so the registrations mean nothing
+outside. Because the mode does not need torch's autocast keys excluded, the region's state
+*is* torch's own autocast state: `torch.is_autocast_enabled(...)`, `torch.autocast(enabled=False)` in a library,
+activation checkpointing and operators with `register_autocast` all see it. docs/architecture.md has the measurements.
+
+The open region is kept in torch's thread-local store, which autograd hands to its worker threads: backward meets the
+mode of whoever called backward, as with torch.amp.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ampkit.engine import casting, float8_products, float32_output, policy_mark, recurrent
+from ampkit.engine.registration import install
+from ampkit.engine.specialised import kernels_for
+from ampkit.engine.weight_cache import RegionCache, WeightCache
+from ampkit.policy.float8_recipes import RECIPES
+from ampkit.policy.policy import Policy, RuleTable, register_changes
+from ampkit.policy.rules import Rule
+from ampkit.torch_internals.dispatcher import (
+    KEY,
+    TORCH_KEY,
+    Exclude,
+    TorchDispatchMode,
+    keysets,
+)
+from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.operators import OpOverload
+
+_NO_ARGUMENTS: Mapping[str, Any] = {}
+
+# Used for every listed operator: looking these up through their modules would take longer than the calls.
+_enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+_LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+# Tables whose operators have kernels, by `id` and key.
+_installed: weakref.WeakValueDictionary[tuple[int, Any], RuleTable] = weakref.WeakValueDictionary()
+
+
+class AutocastMode(TorchDispatchMode):
+    """What an open region does to operators: one policy per device type, and a weight cache.
+
+    Immutable, so regions with the same policies and cache share one. Whether a device's autocast is enabled, and its
+    dtype, are read from torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
+    `stack` puts it at its key, not `with`, which would put it below autograd.
+    """
+
+    record: Any = None      # where calls are recorded, if they are; see `recording`
+    closed_copy: AutocastMode | None = None
+
+    def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
+        super().__init__()
+        self.policies = policies
+        self.policy = policies[0][1] if len(policies) == 1 else None    # regions compare it by identity
+        self.cache = cache
+        self.open = True
+        self.changes = register_changes()
+        self.lookup = None if cache is None else cache.cast
+        self.tables = tuple((device, policy.rules()) for device, policy in policies)
+        # Transforms of `torch.func` decompose some operators. torch's list is followed after them, as torch.amp does,
+        # ampkit's before them, so that `vmap` over models is the loop over models.
+        self.as_torch = {policy.base for _, policy in policies} == {"torch"}
+        self.key = TORCH_KEY if self.as_torch else KEY
+        self.kernels = kernels_for(self.tables, self.key)
+        self.has_module_rules = any(policy.modules for _, policy in policies)
+        self.mark = policy_mark.mark_of(policies)
+        self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
+        for _, table in self.tables:
+            if _installed.get((id(table), self.key)) is not table:
+                install(table, self.key)
+                _installed[id(table), self.key] = table
+
+    def closed(self) -> AutocastMode:
+        """The mode that stays in TLS after the outermost region is left, made once.
+
+        Backward of `torch.cond` and other higher-order operators recomputes the forward under the dispatch keys that
+        it saw, the mode's key among them, wherever backward is called.
+        """
+        # No `cached_property`: in Python 3.11 all instances share its lock, which a forked child may inherit locked.
+        self.closed_copy = mode = AutocastMode(self.policies, None)
+        mode.open = False
+        return mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False        # torch would wrap `__torch_dispatch__` in a call of its own; the kernels are marked instead
+
+    @dynamo_skip
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Cast what the policy casts, and call `func` with this mode's key and torch's autocast keys excluded.
+
+        NotImplemented if no active rule names `func`: the operator is then redispatched below the mode's key.
+        """
+        call = self.prepare(func, args, _NO_ARGUMENTS if kwargs is None else kwargs)
+        if call is None:
+            return NotImplemented
+        run, args, kwargs = call
+        with Exclude(self.excluded_keys):
+            return run(*args, **kwargs)
+
+    def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
+        """The call to make in place of `op(*args, **kwargs)`; None if no active rule names `op`."""
+        if len(self.tables) == 1:
+            device, table = self.tables[0]
+            rule = table.get(op)
+            if rule is None or rule is _DECOMPOSE or not _enabled(device):
+                return None
+            return self._follow(rule, op, args, kwargs, device)
+        call: _Call | None = None
+        for device, table in self.tables:
+            rule = table.get(op)
+            if rule is None or rule is _DECOMPOSE or not _enabled(device):
+                continue
+            if any(value.device.type == device for value in casting.tensors((*args, *kwargs.values()))):
+                call = self._follow(rule, op, args, kwargs, device)
+                _, args, kwargs = call
+        return call
+
+    def _follow(
+        self, rule: Rule, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
+    ) -> _Call:
+        """The call that a rule asks for."""
+        if rule is _LOWER or rule is Rule.LOWER_FLOAT32_OUT:
+            cast = casting.cast_to(device, _dtype_of(device))
+            if kwargs:
+                kwargs = cast.kwargs(kwargs, self.lookup)
+            args = cast.args(args, self.lookup)
+            if op in recurrent.LAYERS:
+                recurrent.flatten_weights(op, args)
+            if rule is not _LOWER:
+                return functools.partial(float32_output.product, op, cast), args, kwargs
+        elif rule is Rule.FLOAT32:
+            cast = casting.cast_to(device, torch.float32)
+            kwargs, args = cast.kwargs(kwargs), cast.args(args)
+        elif rule is Rule.FLOAT32_DTYPE_ARG:
+            op, args, kwargs = casting.with_float32_dtype(op, args, kwargs, device)
+        elif rule is Rule.PROMOTE:
+            dtype = casting.widest_dtype(args, device)
+            if kwargs:
+                dtype = casting.widest_dtype(kwargs.values(), device, dtype)
+            # Any other dtype is common to all: nothing to cast, except in a region in float32.
+            if dtype is torch.float32 or (dtype is not None and _dtype_of(device) is torch.float32):
+                cast = casting.cast_to(device, torch.float32)
+                kwargs, args = cast.kwargs(kwargs), cast.args(args)
+        elif rule is Rule.BANNED and any(
+            casting.is_eligible(value, device) for value in casting.tensors((*args, *kwargs.values()))
+        ):
+            raise RuntimeError(_banned_message(op))
+        elif rule in RECIPES:
+            if float8_products.why_not(op, args, kwargs, device):
+                return self._follow(_LOWER, op, args, kwargs, device)
+            product = float8_products.Product(rule, op, device, _dtype_of(device), self.cache)
+            return product, product.prepared(args), kwargs
+        return op._op, args, kwargs
+
+
+def _banned_message(op: OpOverload) -> str:
+    if op.name() == "aten::binary_cross_entropy":
+        use = "use binary_cross_entropy_with_logits (or BCEWithLogitsLoss) on the values before the sigmoid"
+    else:
+        use = "use an operator that is safe in low precision"
+    return (
+        f"operator '{op.name()}' is unsafe under autocast: its low-precision input has lost what it needs. "
+        f"Either {use}; or call it in `with autocast(enabled=False)` on .float() inputs; or let it run in float32: "
+        f"autocast(policy=Policy.default(device_type).with_rules({{{op.name()!r}: Rule.FLOAT32}}))"
+    )

@@ -1,0 +1,267 @@
+"""Linear layers in FP8: what a region runs for an operator whose rule is one of the recipes of `float8_recipes`.
+
+One autograd function has the three products. It is given the operands in the dtypes that they come in, so FP8 data is
+rounded once, and saves for backward the weight itself, of which nothing has to be copied, and of the input the FP8
+form that the gradient of the weight needs: one byte for each element.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ampkit.engine.casting import cast_to, is_eligible
+from ampkit.engine.float32_output import expands
+from ampkit.engine.weight_cache import RegionCache
+from ampkit.policy.float8_recipes import DTYPES, PRODUCTS, RECIPES, wrong_size
+from ampkit.policy.rules import Rule
+from ampkit.torch_internals.dispatcher import Exclude, keysets
+from ampkit.torch_internals.float8_matmul import is_eager, lacks_float8, product
+from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.tensors import is_capturing, n_collectives, tracing_state
+from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
+from ampkit_kernels import Quantized, Scaling, backend, reference
+
+__all__ = ["Product", "why_not"]
+
+
+def why_not(op: OpOverload, args: tuple[Any, ...], kwargs: Any, device_type: str) -> str:
+    """Why a call of an operator with an FP8 rule follows LOWER instead; "" if it does not."""
+    at = PRODUCTS[op.name()]
+    x, weight = args[at.x], args[at.weight]
+    if kwargs or len(args) > 3:
+        return "called with alpha, beta or a dtype"
+    operands = [each for each in args if each is not None]
+    if not all(is_eligible(each, device_type) and each.dtype in DTYPES for each in operands):
+        return "an operand that is not float32, bfloat16 or float16 on the region's device"
+    if any(each.layout is not torch.strided or each.is_nested for each in operands):
+        return "an operand that is not dense"
+    if weight.dim() != 2 or x.dim() < 1 or (at.is_matrix and x.dim() != 2):
+        return "no product with a matrix"
+    if functorch_level() is not None:
+        return "inside a transform of torch.func"
+    if in_forward_ad():
+        return "inside forward-mode AD"
+    if x.numel() == 0 or weight.numel() == 0:
+        return "an empty operand"
+    k, n = weight.shape if at.is_kn else reversed(weight.shape)
+    added = args[at.added] if at.added is not None and at.added < len(args) else None
+    if x.shape[-1] != k or (added is not None and not expands(added.shape, (*x.shape[:-1], n))):
+        return "shapes that do not fit"
+    return wrong_size(k, n) or lacks_float8(x.device)
+
+
+class WeightForm(NamedTuple):
+    """An FP8 form of weights, which a cache of a region keeps as it keeps their casts."""
+
+    scaling: Scaling
+    transposed: bool        # of `w.T`
+
+    def on_device(self, weight: Tensor) -> bool:
+        """For caches: they ask this of a dtype's cast."""
+        return True
+
+    def tensor(self, weight: Tensor) -> KeptForm:
+        """The form itself."""
+        rows, columns = (None, self.scaling) if self.transposed else (self.scaling, None)
+        found = _quantize(weight, rows, columns)[self.transposed]
+        return KeptForm(found.data, found.scale)
+
+    convert = tensor
+
+
+class KeptForm(Quantized):
+    """A form in a cache, which asks of a cast whether it has a history, and for its bytes."""
+
+    requires_grad = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+
+class _Input:
+    """Forms of the activation that was used last: the layers of q, k and v quantize it, and save it, once."""
+
+    __slots__ = ("forms", "key", "tensor")
+
+    def __init__(self, x: Tensor, key: Any) -> None:
+        forms: dict[Any, Any] = {}
+        self.forms, self.key = forms, key
+        self.tensor = weakref.ref(x, lambda _: forms.clear())
+
+
+class Product:
+    """The call that stands in for an operator: its product in FP8.
+
+    `notes`, if there is one, is given each operand and its FP8 form.
+    """
+
+    def __init__(
+        self, rule: Rule, op: OpOverload, device_type: str, dtype: torch.dtype, cache: RegionCache | None
+    ) -> None:
+        self.recipe, self.at = RECIPES[rule], PRODUCTS[op.name()]
+        self.device_type, self.dtype, self.cache = device_type, dtype, cache
+        self.notes: Any = None
+
+    def prepared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with what is added to the product cast to the region's dtype."""
+        index = self.at.added
+        if index is None or index >= len(args):
+            return args
+        lookup = None if self.cache is None else self.cache.cast
+        return *args[:index], cast_to(self.device_type, self.dtype).value(args[index], lookup), *args[index + 1 :]
+
+    def __call__(self, *args: Any) -> Tensor:
+        x, weight = args[self.at.x], args[self.at.weight]
+        added = args[self.at.added] if self.at.added is not None and self.at.added < len(args) else None
+        if tracing_state() is not None:
+            # Operators can be saved, and are the same with and without grad mode, as torch.jit.trace checks. Where the
+            # traced code is differentiated, torch refuses; a detached input would have no gradient, in silence.
+            with torch.no_grad():
+                out, _ = self.output(x, weight, saves=False)
+        elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            out = _Products.apply(x, weight, self)
+        else:
+            out, _ = self.output(x.detach(), weight, saves=False)       # without a history its forms are not shared
+        out = out.reshape(*x.shape[:-1], out.shape[1])
+        return out if added is None else out + added
+
+    def output(self, x: Tensor, weight: Tensor, *, saves: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`x @ w.T` as a matrix, and what is saved of the input if the gradient of the weight will be needed."""
+        recipe = self.recipe
+        forms = self._input_forms(x, transposed=saves)
+        w = self.weight_form(weight, recipe.w, self.at.is_kn)
+        self.note("output", "input", x, forms["rows"], recipe.x)
+        self.note("output", "weight", weight, w, recipe.w, transposed=self.at.is_kn)
+        out = _gemm(forms["rows"], w, self.dtype, fast=True)
+        if not saves:
+            return out, ()
+        if recipe.x_t is None:
+            return out, (forms["high"],)
+        self.note("weight gradient", "input", x, forms["columns"], recipe.x_t, transposed=True)
+        return out, tuple(forms["columns"])
+
+    def _input_forms(self, x: Tensor, *, transposed: bool) -> dict[str, Any]:
+        """The forms of an input that this product needs, among those there are."""
+        recipe, forms = self.recipe, self._forms_there_are(x)
+        flat = x.reshape(-1, x.shape[-1])
+        rows = None if "rows" in forms else recipe.x
+        columns = recipe.x_t if transposed and "columns" not in forms else None
+        if rows or columns:
+            made = _quantize(flat, rows, columns)
+            forms.update((name, form) for name, form in zip(("rows", "columns"), made, strict=True) if form is not None)
+        if transposed and recipe.x_t is None and "high" not in forms:
+            forms["high"] = flat.to(self.dtype)
+        return forms
+
+    def _forms_there_are(self, x: Tensor) -> dict[str, Any]:
+        """The forms of an input that earlier products of this region have made, to be added to; else none.
+
+        Only of activations with a history: the buffers that graphs, collectives and other libraries write have none.
+        """
+        cache = self.cache
+        if (
+            cache is None or x.grad_fn is None or not is_eager(x)
+            or (x.is_cuda and is_capturing() != cache.in_capture)
+            or (collectives := n_collectives()) is None
+        ):
+            return {}
+        stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+        key = self.recipe, self.dtype, x._version, x.data_ptr(), x.shape, x.stride(), collectives, stream
+        last = cache.last_input
+        if last is None or last.tensor() is not x or last.key != key:
+            last = cache.last_input = _Input(x, key)
+        return last.forms
+
+    def weight_form(self, weight: Tensor, scaling: Scaling, transposed: bool, *, backward: bool = False) -> Quantized:
+        """The weight or its transpose in FP8, from the cache if it keeps forms for as long as this takes."""
+        form, cache = WeightForm(scaling, transposed), self.cache
+        if cache is None or (backward and not cache.kept):
+            return form.tensor(weight)
+        return cache.weights(self.device_type, form)(weight)
+
+    def note(self, gemm: str, operand: str, *form: Any, transposed: bool = False) -> None:
+        """Have an operand noted: a tensor, its FP8 form, the form's scaling."""
+        if self.notes is not None:
+            self.notes(gemm, operand, *form, transposed)
+
+
+class _Products(torch.autograd.Function):
+    """`x @ w.T` and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Product) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        out, saved = call.output(x, weight, saves=needs_weight)
+        ctx.call, ctx.shape = call, x.shape
+        ctx.save_for_backward(weight if needs_x else None, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
+        call = ctx.call
+        # A region that is open here would cast the products.
+        with torch.no_grad(), Exclude(keysets((call.device_type,))[0]):
+            grads = _gradients(call, grad, ctx.saved_tensors, ctx.shape, *ctx.needs_input_grad[:2])
+        if torch.is_grad_enabled():     # create_graph=True
+            source = torch.zeros((), requires_grad=True)    # `grad` requires none where what follows is linear
+            grads = [None if each is None else _Once.apply(each, source) for each in grads]
+        return *grads, None
+
+
+def _gradients(
+    call: Product, grad: Tensor, saved: tuple[Tensor, ...], shape: torch.Size, needs_x: bool, needs_weight: bool
+) -> list[Tensor | None]:
+    recipe, at = call.recipe, call.at
+    grad_x = grad_weight = None
+    rows, columns = _quantize(grad, recipe.g if needs_x else None, recipe.g_t if needs_weight else None)
+    if needs_x:
+        weight = saved[0]
+        w_t = call.weight_form(weight, recipe.w_t, not at.is_kn, backward=True)
+        call.note("input gradient", "gradient", grad, rows, recipe.g)
+        call.note("input gradient", "weight", weight, w_t, recipe.w_t, transposed=not at.is_kn)
+        grad_x = _gemm(rows, w_t, grad.dtype).reshape(shape)
+    if needs_weight:
+        if recipe.g_t is None:
+            grad_weight = torch.mm(grad.t(), saved[1].to(grad.dtype))
+        else:
+            call.note("weight gradient", "gradient", grad, columns, recipe.g_t, transposed=True)
+            grad_weight = _gemm(columns, Quantized(saved[1], saved[2]), grad.dtype)
+        grad_weight = grad_weight.t() if at.is_kn else grad_weight
+    return [grad_x, grad_weight]
+
+
+class _Once(torch.autograd.Function):
+    """Passes a gradient on, and refuses to differentiate it: `source` requires grad."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, source: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            "the gradient of an FP8 product has no derivative, since FP8 rounds it. For a gradient penalty or Hessian "
+            "give the modules that it goes through another rule: policy.for_modules(model, {'path': "
+            "Policy.default(device_type)})"
+        )
+
+
+def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """`a[m, k] @ b[n, k].T` in `dtype`."""
+    left, right = a.data.contiguous(), b.data.contiguous()
+    extra = -left.shape[1] % 16
+    if extra:       # the rows of an input, in the gradient of the weight: zeros add nothing
+        left, right = (functional.pad(each.view(torch.uint8), (0, extra)).view(each.dtype) for each in (left, right))
+    return product(left, right, a.scale.reciprocal(), b.scale.reciprocal(), dtype, fast=fast)
+
+
+def _quantize(x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None) -> Any:
+    """`ampkit_kernels.quantize`, by PyTorch's operators where they are traced or distributed."""
+    with torch.no_grad():
+        return (backend(x) if is_eager(x) else reference).quantize(x, along_rows, along_columns)

@@ -1,0 +1,161 @@
+"""A Dynamo guard on the policy: a mark in torch's own autocast state, on which Dynamo guards already.
+
+A function that is compiled, and called inside a region, is traced with the region's casts. Dynamo guards on enabled and
+dtype of torch's autocast for each device type. Two regions that differ in policy alone would look the same to these
+guards, and to AOTAutograd's cache on disk. So a region whose policy is not torch.amp's list encodes its policy as the
+autocast dtype of device types that torch still lists and that no build of torch can run, one dtype per digit. Nothing
+is cast by that; torch's guards check it in C++. Entering a region costs two calls more, or four for later policies.
+
+There are about two thousand marks, so the cache on disk, which other processes share, is also given the full policy,
+through `torch.compiler.config.cache_key_tag`, while Dynamo compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import sys
+from typing import Any
+
+import torch
+
+from ampkit.engine.thread_state import thread
+from ampkit.policy.module_rules import ModuleRules
+from ampkit.policy.policy import Policy, register_changes, registered
+from ampkit.torch_internals.dynamo import (
+    AS_FORWARD,
+    DYNAMO_CALLBACKS,
+    backward_autocast,
+    compile_callbacks,
+    forget_compiled,
+    is_compiling,
+    set_backward_autocast,
+)
+from ampkit.torch_internals.forks import renewed_lock
+
+_set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+MARK_DEVICES = ("ipu", "maia")
+_DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+Mark = tuple[tuple[str, torch.dtype], ...]
+
+_marking_lock = renewed_lock(__name__, "_marking_lock")
+_marks: dict[str, Mark] = {}
+_texts: dict[Mark, str] = {}
+_numbers: dict[ModuleRules, int] = {}   # by the modules that they bind; a number is given once
+_counter = itertools.count(1)
+
+
+class _Found:
+    """What the user has chosen, while Dynamo compiles with ours in its place."""
+
+    tag: str | None = None
+    backward: str | None = None
+
+
+def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
+    """The mark of a region with these policies: empty for torch.amp's own list, else unique in this process."""
+    return _mark_of(policies, register_changes())
+
+
+@functools.lru_cache(maxsize=64)     # every recompute of a checkpoint asks, and a policy's text may be long
+def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
+    """The mark after so many `register_op` calls."""
+    if not registered() and all(policy == Policy.torch(kind) for kind, policy in policies):
+        return ()
+    text = repr([(device_type, _text_of(policy)) for device_type, policy in policies])
+    if registered():
+        text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
+    with _marking_lock:
+        if text not in _marks:
+            mark = _free_mark(text)
+            _texts[mark], _marks[text] = text, mark     # in this order, should an interrupt come between
+        return _marks[text]
+
+
+def _text_of(policy: Policy) -> str:
+    """What a policy says, with a number of this process in place of the modules that its rules bind."""
+    if not policy.modules:
+        return policy.text
+    with _marking_lock:
+        number = _numbers.setdefault(policy.modules, next(_counter))
+    rules = [
+        (rule.key, rule.value.text if isinstance(rule.value, Policy) else str(rule.value))
+        for rule in policy.modules.rules
+    ]
+    return repr((policy.text, number, rules))
+
+
+def _free_mark(text: str) -> Mark:
+    """A mark that no other policy of this process has; the same in every process unless another took it first."""
+    capacity = len(_DIGITS) ** 2
+    if len(_texts) >= capacity:
+        _marks.clear()
+        _texts.clear()
+        _numbers.clear()
+        _mark_of.cache_clear()
+        forget_compiled()       # code compiled under an old mark must not match a new one
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    mark: Mark = ((MARK_DEVICES[0], _DIGITS[number % len(_DIGITS)]),)
+    if mark not in _texts:
+        return mark
+    while True:
+        first, second = divmod(number % capacity, len(_DIGITS))
+        mark = ((MARK_DEVICES[0], _DIGITS[first]), (MARK_DEVICES[1], _DIGITS[second]))
+        if mark not in _texts:
+            return mark
+        number += 1
+
+
+def write(mark: Mark) -> None:
+    """Set this thread's mark."""
+    before, thread.mark = thread.mark, mark     # first: a signal handler may enter and leave a region amid the rest
+    try:
+        for device in MARK_DEVICES[len(mark) : len(before)]:
+            _set_enabled(device, False)
+        for device, digit in mark:
+            _set_dtype(device, digit)
+            _set_enabled(device, True)
+    except BaseException:       # of a signal handler; leaving the region then clears the digits of both
+        thread.mark = before + mark
+        raise
+    if mark and DYNAMO_CALLBACKS in sys.modules:
+        _watch()
+
+
+def _watch() -> None:
+    """Register for the start and end of compilation; `torch._dynamo.reset` drops callbacks."""
+    handler = compile_callbacks()
+    if handler is not None and _begin not in handler.start_callbacks:   # None also while another thread imports it
+        handler.register_end_callback(_end)     # first: without it, a start would change all later compilations
+        handler.register_start_callback(_begin)
+
+
+def _begin(_: Any) -> None:
+    mark = thread.mark
+    if mark:
+        _Found.tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = _Found.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
+        trace_backward_as_eager()
+
+
+def trace_backward_as_eager() -> None:
+    """Have what Dynamo compiles now traced with autocast off in backward, where eager code runs it, outside regions.
+
+    AOTAutograd traces a backward in the autocast state that surrounds the compiled call. There the products of a
+    float32 module's backward would be cast. The option is part of the keys of AOTAutograd's cache.
+    """
+    if _Found.backward is None and is_compiling() and backward_autocast() == AS_FORWARD:
+        _Found.backward = AS_FORWARD
+        set_backward_autocast("off")
+
+
+def _end(_: Any) -> None:
+    if _Found.tag is not None:
+        torch.compiler.config.cache_key_tag = _Found.tag
+        _Found.tag = None
+    if _Found.backward is not None:
+        set_backward_autocast(_Found.backward)
+        _Found.backward = None

@@ -1,0 +1,63 @@
+"""Whether regions work with the running torch, tried once per process on a 2x2 matrix product.
+
+A region depends on private names of torch, and on what they do. For supported releases that is tested; the check
+decides for all other versions, and for builds of torch that differ from its releases.
+
+It runs in a thread of its own: the first region may be made in a trace or under other modes, and a new thread has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ampkit.engine.autocast_mode import AutocastMode
+from ampkit.engine.registration import in_own_thread
+from ampkit.policy.policy import Policy
+from ampkit.torch_internals.dispatcher import TLS_NAME, is_excluded, is_included, put_in_tls, set_included
+from ampkit.torch_internals.private_names import missing, refuse
+from ampkit.torch_internals.versions import no_regions
+
+
+@functools.cache
+def once() -> None:
+    """Return if regions work; `RuntimeError` with torch's version, what fails and what to install if they do not."""
+    found = fault()
+    if found is not None:
+        raise RuntimeError(no_regions(found))
+
+
+def fault() -> str | None:
+    """What does not work, in words; None if all does. Raises if another library has taken the key."""
+    if missing:
+        refuse()
+    mode = AutocastMode((("cpu", Policy.default("cpu")),), None)
+    try:
+        return in_own_thread(_tried, mode)
+    except Exception as error:      # a region would have raised it too
+        return f"{type(error).__name__}: {error}"
+
+
+def _tried(mode: AutocastMode) -> str | None:
+    weight = torch.ones(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
+    before = is_included(mode.key), is_excluded(mode.key)
+    torch.set_autocast_enabled("cpu", True)
+    put_in_tls(TLS_NAME, mode)
+    set_included(mode.key, True)
+    try:
+        product, negated = torch.mm(weight, weight), torch.neg(weight)
+    finally:
+        set_included(mode.key, False)
+    if (is_included(mode.key), is_excluded(mode.key)) != before:
+        return "a region that is left stays in the thread"
+    if negated.dtype is not torch.float32 or negated.grad_fn is None:
+        return "an operator without a rule does not fall through the region"
+    if product.dtype is not torch.bfloat16:
+        return "an operator with a rule does not compute with what the region casts"
+    node: Any = product.grad_fn
+    cast = node.next_functions[1][0]
+    if not cast.next_functions or cast.next_functions[0][0].variable is not weight:
+        return "what the region casts is not differentiated"
+    return None

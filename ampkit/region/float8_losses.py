@@ -1,0 +1,95 @@
+"""What FP8 lost in the calls of a record: for each module, product and operand, on the device until it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampkit.torch_internals.float8_matmul import is_eager
+from ampkit_kernels import Quantized, Scaling
+
+__all__ = ["Float8Loss", "Float8Losses", "Float8Notes"]
+
+_HEADER = ("module", "GEMM", "operand", "shape", "scaling", "amax", "to 0", "at end", "SNR dB")
+
+
+class Float8Loss(NamedTuple):
+    """What became of one operand of one product, all calls of a module together."""
+
+    module: str         # its path, or the line of the call
+    gemm: str           # "output", "input gradient" or "weight gradient"
+    operand: str        # "input", "weight" or "gradient"
+    shape: tuple[int, ...]
+    scaling: str        # "row e4m3 2^n"
+    amax: float         # the largest magnitude before the cast; inf or NaN where there is one
+    to_zero: float      # share of the elements that were not 0 and are in FP8
+    at_end: float       # share of the elements at FP8's largest magnitude
+    snr: float          # signal to noise in decibels: 10 log10 of sum(x^2) / sum(error^2)
+
+    def cells(self) -> tuple[str, ...]:
+        """The cells of a row of the table."""
+        shape = " x ".join(map(str, self.shape))
+        shares = (f"{100 * share:.2f}%" for share in (self.to_zero, self.at_end))
+        return self.module, self.gemm, self.operand, shape, self.scaling, f"{self.amax:.3g}", *shares, f"{self.snr:.1f}"
+
+
+def table(rows: Sequence[tuple[str, ...]], flush_right: Collection[str]) -> list[str]:
+    """The lines of a table whose first row is its header; `flush_right` has the columns of numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in flush_right else cell.ljust(width)
+            for name, cell, width in zip(rows[0], row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+class Float8Losses(tuple[Float8Loss, ...]):
+    """The rows; `str()` of it is a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no product of FP8 was computed eagerly while recording"
+        return "\n".join(table([_HEADER, *(loss.cells() for loss in self)], {"amax", "to 0", "at end", "SNR dB"}))
+
+
+class Float8Notes:
+    """Collects the losses of a record."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}     # elements, amax, four sums
+
+    def note(
+        self, module: str, gemm: str, operand: str, tensor: Tensor, form: Quantized, scaling: Scaling, transposed: bool
+    ) -> None:
+        """Add one operand; never syncs. What is traced, fake or distributed is left out."""
+        if not is_eager(tensor):
+            return
+        with torch.no_grad():
+            exact = tensor.reshape(-1, tensor.shape[-1]).float()
+            exact = exact.t() if transposed else exact
+            data = form.data.float()
+            sums = torch.stack([
+                ((data == 0) & (exact != 0)).sum().double(),
+                (data.abs() == torch.finfo(scaling.dtype).max).sum().double(),
+                exact.double().square().sum(),
+                (data / form.scale - exact).double().square().sum(),
+            ])
+            key = module, gemm, operand, tuple(form.data.shape), str(scaling)
+            n, amax, before = self._found.get(key, (0, sums.new_zeros(()), sums.new_zeros(4)))
+            amax = torch.maximum(amax, exact.abs().amax().double())
+            self._found[key] = n + exact.numel(), amax, before + sums
+
+    def losses(self) -> Float8Losses:
+        """What was collected so far, read from the device."""
+        rows = []
+        for key, (n, amax, sums) in self._found.items():
+            to_zero, at_end, _signal, noise = sums.tolist()
+            snr = (10 * (sums[2] / sums[3]).log10()).item() if noise else math.inf
+            rows.append(Float8Loss._make((*key, amax.item(), to_zero / n, at_end / n, snr)))
+        return Float8Losses(rows)

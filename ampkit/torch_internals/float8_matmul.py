@@ -1,0 +1,91 @@
+"""FP8 in torch: the product of two FP8 matrices, which devices compute it, and where its data is really made."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from ampkit.torch_internals.dispatcher import has_kernel
+from ampkit.torch_internals.operator_tracing import only_observed
+from ampkit.torch_internals.private_names import private
+from ampkit.torch_internals.tensors import n_dispatch_modes, tracing_state
+
+_scaled_mm = private("_scaled_mm")
+_ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """``(a * scale_a) @ (b * scale_b).T`` in `dtype`, of a[m, k] and b[n, k] in FP8, contiguous.
+
+    Scales are float32, of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less precision.
+    """
+    if not (scale_a.dim() or scale_b.dim()):
+        return _scaled(a, b, scale_a, scale_b, dtype, fast)
+    if not fast or not _has_public(a):
+        # By rows there is no fast kernel on CUDA without fast accumulation, and for DTensors not every sharding.
+        one = torch.ones((), device=a.device)
+        return (_scaled(a, b, one, one, torch.float32, fast) * scale_a * scale_b.t()).to(dtype)
+    scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(b.shape[0], 1).t().contiguous()
+    return _scaled(a, b, scale_a, scale_b, torch.bfloat16, fast).to(dtype)
+
+
+def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    if not _has_public(a):
+        return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    kind = _ScalingType.RowWise if scale_a.dim() else _ScalingType.TensorWise
+    return functional.scaled_mm(a, b.t(), scale_a, kind, scale_b, kind, output_dtype=dtype, use_fast_accum=fast)
+
+
+@functools.cache
+def _public_on_cpu() -> bool:
+    return has_kernel("aten::_scaled_mm_v2", "CPU")
+
+
+def _has_public(a: Tensor) -> bool:
+    """Whether torch's public function takes this matrix: no DTensor, and in torch 2.11 none on the CPU."""
+    return not hasattr(a, "_local_tensor") and (a.device.type != "cpu" or _public_on_cpu())
+
+
+def _wide_product(a: Tensor, b: Tensor, scale_a: Any, *rest: Any, **options: Any) -> Tensor:
+    """What torch's operators compute, in the dtype of `a`. `aten::_scaled_mm_v2` has scales in lists, further on."""
+    is_v2 = isinstance(scale_a, list | tuple)
+    one, other = (scale_a[0], rest[2][0]) if is_v2 else (scale_a, rest[0])
+    return (a * one) @ (b * other)
+
+
+# For operands whose dtype is no FP8, as a reference has them.
+WIDE_PRODUCTS = {"aten::_scaled_mm": _wide_product, "aten::_scaled_mm_v2": _wide_product}
+
+
+def lacks_float8(device: torch.device) -> str:
+    """Why a device does not compute FP8 products; "" where it does. On the CPU torch emulates them.
+
+    A CUDA device where there is none is one of a program that is traced for another machine.
+    """
+    if device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_available()):
+        return ""
+    if device.type != "cuda":
+        return f"no FP8 on {device.type}"
+    return _lacks_float8(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _lacks_float8(index: int) -> str:
+    if torch.version.hip is not None:
+        return "FP8 on ROCm has not been verified"
+    capability = torch.cuda.get_device_capability(index)
+    wanting = capability < (8, 9)
+    return f"no FP8: compute capability {capability[0]}.{capability[1]}, below 8.9" if wanting else ""
+
+
+def is_eager(tensor: Tensor) -> bool:
+    """Whether operators compute with this tensor here and now: it is a plain one, and nothing traces or fakes them."""
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and (n_dispatch_modes() == 0 or only_observed())
+        and tracing_state() is None
+    )

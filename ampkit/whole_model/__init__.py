@@ -1,1 +1,0 @@
-"""Whole-model precision: Apex's levels, master weights, half-precision inference."""

@@ -1,0 +1,203 @@
+"""quantize: a matrix in FP8, along its rows, its columns, or both.
+
+Contract. x[rows, columns]: float32, bfloat16 or float16, of any strides, not empty. The result is that of
+`..float8.quantize`, contiguous. Amaxes are taken of bits without the sign, which order like magnitudes, NaN above inf.
+Compute capability 8.9 or newer, PyTorch's operators below; on 8.9 itself Triton converts by way of float16, which
+rounds some values twice. Does not synchronise.
+
+Bytes per element of 2 bytes: one scale, 2 to find it and 4 for both forms, in two launches; rows and columns, 3 and 3
+in two launches, the columns' amaxes found while the rows are cast; rows alone 3 in one.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import reference
+from ..configs import Config
+from ..float8_scaling import SMALLEST_AMAX, Quantized, Scaling
+from .launch import on_device
+
+CONFIG = Config(block=2048)     # of the largest magnitude of a matrix
+TILE = 64                   # elements on a side of what is transposed at a time
+ROWS = 8                    # of a program that finds the amaxes of columns: one atomic operation for as many elements
+LONGEST_ROW = 16384         # that a program holds in its registers
+FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+# Every launch gives addresses that are multiples of 16 bytes, which Triton looks at: one variant for each set of
+# constants. Sizes are given in units of 16 where ALIGNED, so that the compiler knows rows to begin at such addresses.
+_entry = triton.jit(do_not_specialize=["rows", "columns", "n"])
+_SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_AMAX)
+
+
+@triton.jit
+def magnitude_bits(x):
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
+    amax = bits.to(tl.float32, bitcast=True)
+    scale = tl.math.div_rn(LARGEST, tl.maximum(amax, _SMALLEST, propagate_nan=tl.PropagateNan.ALL))
+    if POWER_OF_2:
+        power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, power, scale)
+    return scale
+
+
+@_entry
+def amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
+    largest = tl.zeros([BLOCK], tl.int32)
+    b = tl.program_id(0).to(tl.int64)
+    while (b + 1) * BLOCK <= n:
+        largest = tl.maximum(largest, magnitude_bits(tl.load(x_ptr + b * BLOCK + tl.arange(0, BLOCK))))
+        b += tl.num_programs(0)
+    if b * BLOCK < n:
+        at = b * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, magnitude_bits(tl.load(x_ptr + at, mask=at < n, other=0.0)))
+    tl.atomic_max(amax_ptr, tl.max(largest, 0), sem="relaxed")
+
+
+@_entry
+def row_kernel(x_ptr, q_ptr, scale_ptr, amax_ptr, rows, columns, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
+               DTYPE: tl.constexpr, CASTS: tl.constexpr, COLUMN_AMAX: tl.constexpr, ALIGNED: tl.constexpr,
+               ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    if ALIGNED:
+        columns *= 16
+    c = tl.arange(0, BLOCK)
+    inside = c < columns
+    largest = tl.zeros([BLOCK], tl.int32)
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    last = tl.minimum(row + ROWS, rows)
+    while row < last:
+        x = tl.load(x_ptr + row * columns + c, mask=inside, other=0.0).to(tl.float32)
+        bits = magnitude_bits(x)
+        if CASTS:
+            scale = scale_of(tl.max(bits, 0), LARGEST, POWER_OF_2)
+            tl.store(q_ptr + row * columns + c, (x * scale).to(DTYPE), mask=inside)
+            tl.store(scale_ptr + row, scale)
+        largest = tl.maximum(largest, bits)
+        row += 1
+    if COLUMN_AMAX:
+        tl.atomic_max(amax_ptr + c, largest, mask=inside, sem="relaxed")
+
+
+@_entry
+def tile_kernel(x_ptr, amax_ptr, q_ptr, q_t_ptr, scale_ptr, rows, columns, LARGEST: tl.constexpr,
+                POWER_OF_2: tl.constexpr, DTYPE: tl.constexpr, BY_COLUMN: tl.constexpr, CASTS: tl.constexpr,
+                TRANSPOSES: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    if ALIGNED:
+        rows, columns = rows * 16, columns * 16
+    r = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    c = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    at = r[:, None].to(tl.int64) * columns + c[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if BY_COLUMN:
+        scale = scale_of(tl.load(amax_ptr + c, mask=c < columns, other=0), LARGEST, POWER_OF_2)
+        q = (x * scale[None, :]).to(DTYPE)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr + c, scale, mask=c < columns)
+    else:
+        scale = scale_of(tl.load(amax_ptr), LARGEST, POWER_OF_2)
+        q = (x * scale).to(DTYPE)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale_ptr, scale)
+    if CASTS:
+        tl.store(q_ptr + at, q, mask=inside)
+    if TRANSPOSES:
+        inside_t = (c < columns)[:, None] & (r < rows)[None, :]
+        tl.store(q_t_ptr + c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(q), mask=inside_t)
+
+
+def quantize(
+    x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Launch the kernels that these forms need; see the module's docstring."""
+    if x.stride(0) == 1 and x.stride(1) != 1:
+        columns, rows = quantize(x.t(), along_columns, along_rows)
+        return rows, columns
+    by_row = along_rows is not None and along_rows.rowwise
+    by_column = along_columns is not None and along_columns.rowwise
+    if ((by_row or by_column) and x.shape[1] > LONGEST_ROW) or not _converts(x.device):
+        return reference.quantize(x, along_rows, along_columns)
+    x = x.resolve_neg().contiguous()
+    x = x.clone() if x.data_ptr() % 16 else x
+    with on_device(x.device):
+        rows = columns = None
+        if by_row or by_column:
+            rows, amaxes = _by_rows(x, along_rows if by_row else None, finds_columns=by_column)
+            if by_column:
+                _, columns = _by_tiles(x, along_columns, amaxes, casts=False, transposes=True)
+        if along_rows is not None and not by_row:
+            both = along_columns == along_rows
+            rows, found = _by_tiles(x, along_rows, _amax(x), casts=True, transposes=both)
+            columns = found if both else columns
+        if along_columns is not None and columns is None:
+            _, columns = _by_tiles(x, along_columns, _amax(x), casts=False, transposes=True)
+    return rows, columns
+
+
+@functools.cache
+def _converts(device: torch.device) -> bool:
+    """Whether Triton converts to FP8 there: below capability 8.9 e4m3 does not compile."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _amax(x: Tensor) -> Tensor:
+    """The bits of the largest magnitude."""
+    amax = torch.zeros((), dtype=torch.int32, device=x.device)
+    grid = (min(triton.cdiv(x.numel(), CONFIG.block), CONFIG.programs(x.device)),)
+    amax_kernel[grid](x, amax, x.numel(), BLOCK=CONFIG.block, num_warps=CONFIG.num_warps, enable_fp_fusion=False)
+    return amax
+
+
+def _by_rows(x: Tensor, scaling: Scaling | None, *, finds_columns: bool) -> tuple[Quantized | None, Tensor]:
+    """The rows in FP8, and the bits of the largest magnitude of each column."""
+    rows, columns = x.shape
+    casts = scaling is not None
+    amaxes = torch.zeros(columns if finds_columns else 0, dtype=torch.int32, device=x.device)
+    form = Quantized(x, amaxes)
+    if scaling is not None:
+        form = Quantized(x.new_empty(x.shape, dtype=scaling.dtype), x.new_empty((rows, 1), dtype=torch.float32))
+    block = max(triton.next_power_of_2(columns), 16)
+    each, aligned = ROWS if finds_columns else 1, columns % 16 == 0
+    row_kernel[(triton.cdiv(rows, each),)](
+        x, *form, amaxes, rows, columns // 16 if aligned else columns, **_constants(scaling), CASTS=casts,
+        COLUMN_AMAX=finds_columns, ALIGNED=aligned, ROWS=each, BLOCK=block, num_warps=row_warps(block),
+        enable_fp_fusion=False,
+    )
+    return form if casts else None, amaxes
+
+
+def _by_tiles(
+    x: Tensor, scaling: Scaling, amax: Tensor, *, casts: bool, transposes: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """`x` and `x.T` in FP8 by one scale; by the scales of columns `x.T` alone."""
+    rows, columns = x.shape
+    scale = torch.empty(amax.shape, device=x.device)
+    q = x.new_empty(x.shape if casts else 0, dtype=scaling.dtype)
+    q_t = x.new_empty((columns, rows) if transposes else 0, dtype=scaling.dtype)
+    grid = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+    aligned = rows % 16 == 0 and columns % 16 == 0
+    tile_kernel[grid](
+        x, amax, q, q_t, scale, rows // 16 if aligned else rows, columns // 16 if aligned else columns,
+        **_constants(scaling), BY_COLUMN=scaling.rowwise, CASTS=casts, TRANSPOSES=transposes, ALIGNED=aligned,
+        TILE=TILE, num_warps=8, enable_fp_fusion=False,
+    )
+    scale = scale[:, None] if scaling.rowwise else scale
+    return Quantized(q, scale) if casts else None, Quantized(q_t, scale) if transposes else None
+
+
+def _constants(scaling: Scaling | None) -> dict:
+    """The constants of a scaling; of none, those of a kernel that casts nothing."""
+    dtype = torch.float8_e4m3fn if scaling is None else scaling.dtype
+    power_of_2 = scaling is not None and scaling.power_of_2
+    return {"LARGEST": torch.finfo(dtype).max, "POWER_OF_2": power_of_2, "DTYPE": FP8[dtype]}
+
+
+def row_warps(block: int) -> int:
+    """Warps of a program that holds a row of this length."""
+    return min(max(block // 256, 4), 16)

@@ -1,0 +1,139 @@
+"""Kernels written for one operator: they do what the general kernel does, to the bit, and say what they do."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampkit import Policy, autocast, record_casts
+from ampkit.engine.bindings import NAMES, binding
+from ampkit.policy.operator_keys import resolve
+from ampkit.region.spec import RegionSpec
+from ampkit.torch_internals import dispatcher
+from tests.helpers.op_samples import Call, difference, op_db_calls, region, run
+from tests.helpers.regions import BF16, FP32
+
+DEFAULT = Policy.default("cpu").with_rules({"aten::batch_norm": "float32"})     # as torch's list for MPS has it
+
+
+@pytest.mark.parametrize("policy", [Policy.torch("cpu"), DEFAULT], ids=lambda policy: policy.base)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.filterwarnings("ignore")       # torch warns once in a process
+def test_every_sample_comes_out_the_same_in_both_ways(policy: Policy, dtype: torch.dtype) -> None:
+    """While its casts are recorded, a region has the general kernel for every operator."""
+    calls = [call for call in op_db_calls(dtype, 2) if "empty" not in call.name]
+    volumes, rows = torch.randn(2, 2, 2, 2, 2, dtype=dtype), torch.randn(3, 4, dtype=dtype)
+    calls += [Call("conv3d", F.conv3d, (volumes, volumes), {}), Call("lerp", torch.lerp, tuple(rows), {})]
+    want = [run(call, region(policy, BF16), backward="outside") for call in calls]
+    with record_casts(check_integers=False) as record:
+        got = [run(call, region(policy, BF16), backward="outside") for call in calls]
+    found = {call.name: difference(*pair) for call, *pair in zip(calls, want, got, strict=True)}
+    assert not {name: text for name, text in found.items() if text}
+    assert len(calls) > 900
+    assert policy is not DEFAULT or {f"aten::{name}" for name in NAMES} <= {call.op for call in record.calls}
+
+
+def test_bindings_are_found() -> None:
+    assert all(binding(resolve(name)) is not resolve(name)._op for name in NAMES)
+
+
+def test_an_operator_of_another_policy_goes_on_below() -> None:
+    """Both policies have kernels in this process; the one without a rule leaves the operator as torch.amp does."""
+    x = torch.randn(4, 4, dtype=BF16, requires_grad=True)
+    with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::softmax.int": "float32"})):
+        assert torch.softmax(x, -1).dtype is FP32
+    with autocast("cpu"):
+        assert torch.softmax(x, -1).dtype is FP32
+        assert torch.logsumexp(x, -1).dtype is FP32
+    with autocast("cpu", policy=Policy.torch("cpu")):
+        assert torch.softmax(x, -1).dtype is BF16
+        assert torch.logsumexp(x, -1).dtype is BF16
+        assert torch.einsum("ij,jk", x.float(), x.float()).dtype is BF16      # a composite: its parts meet the region
+        assert torch.pow(x, 2).grad_fn is not None
+        assert torch.rsub(x, 1).dtype is BF16
+
+
+def python_of(call: Callable[[], Any]) -> list[str]:
+    """The files of ampkit whose functions a call enters, in order."""
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [file for file in called if "ampkit" in file and file != __file__]
+
+
+def test_no_python_runs_for_operators_that_only_ampkit_lists() -> None:
+    """Under `Policy.torch`, for any device, once regions with the default list have run."""
+    x = torch.randn(4, 4)
+    with autocast("cpu"):
+        assert torch.special.bessel_j0(x.bfloat16()).dtype is FP32
+    with autocast("cpu", policy=Policy.torch("cpu")):
+        assert python_of(lambda: torch.special.bessel_j0(x)) == []
+
+
+def test_a_disabled_region_calls_the_operator_at_once() -> None:
+    """For plain tensors, by one function of Python; what is written in terms of others takes none for its parts."""
+    x, w = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
+    with autocast("cpu"), torch.autocast("cpu", enabled=False):
+        F.linear(x, w)
+        assert python_of(lambda: F.linear(x, w)) == ["<ampkit dispatch>", "<ampkit aten::linear LOWER>"]
+
+
+def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> None:
+    """Python runs a signal's handler as a C function returns: here at every one of them."""
+    x, w = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
+    keys = dispatcher.KEY, dispatcher.autocast_key("cpu")
+
+    def interrupted(n: int) -> bool:
+        seen = 0
+
+        def profile(frame: Any, event: str, arg: Any) -> None:
+            nonlocal seen
+            if event == "c_return" and frame.f_code.co_filename.startswith("<ampkit"):
+                seen += 1
+                if seen == n:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        try:
+            torch.mm(x, w)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    with autocast("cpu"):
+        torch.mm(x, w)
+        n = 1
+        while interrupted(n):
+            assert not any(map(dispatcher.is_excluded, keys)), f"at call {n} of the kernel"
+            n += 1
+        assert n > 8
+        assert torch.mm(x, w).dtype is BF16
+
+
+@pytest.mark.parametrize("specialised", [True, False])
+def test_promotion_in_a_float32_region_widens_to_float32(specialised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch.amp, which allows such a region on CUDA alone; one that is made past the checks shows it here."""
+    monkeypatch.setattr("ampkit.engine.specialised.SPECIALISE", specialised)
+    monkeypatch.setattr("ampkit.region.stack._uncached_modes", {})
+    low, wide = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    spec = RegionSpec("cpu", torch.float32, True, False, Policy.torch("cpu"))
+    for given in ([low, low], [low, wide], [wide, wide]):
+        with autocast.of(spec):
+            found = torch.stack(given)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float32)
+        try:
+            wanted = torch.stack(given)
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+        assert found.dtype is wanted.dtype is torch.float32

@@ -1,0 +1,178 @@
+"""check_half: what keeping a module in float32 is worth, and which modules it proposes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampkit import check_half
+from ampkit.half_precision.half import half
+
+
+class Call(nn.Module):
+    """Computes a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+SQUARE = Call(lambda x: (x * 1000.0).square())      # goes beyond float16
+SHIFT = Call(lambda x: (x + 500.0) - 500.0)         # loses what half precision cannot hold beside a large number
+
+
+class Within(nn.Module):
+    """An operator between two modules goes beyond float16; what it returns does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second((self.first(x) * 1e4).square() / 1e8)
+
+
+def relative(got: Tensor, expected: Tensor) -> Any:
+    """The relative L2 error, to compare with."""
+    got, expected = got.double(), expected.double()
+    return pytest.approx(((got - expected).norm() / expected.norm()).item(), rel=1e-6)
+
+
+def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_proposed() -> None:
+    """Two modules that overflow inside; one whose output is too large; one that loses digits."""
+    inner = nn.Sequential(nn.Linear(6, 6), SQUARE, nn.LayerNorm(6))
+    model, x = nn.Sequential(Within(), inner, Within(), nn.LayerNorm(6), SHIFT, nn.Linear(6, 2)), torch.randn(8, 6)
+    report = check_half(model, x)
+    assert [row.path for row in report.modules] == [
+        "0.first", "0.second", "0", "1.0", "1.1", "1.2", "1", "2.first", "2.second", "2", "3", "4", "5", "",
+    ]
+    assert report.too_large == ["1.1"]
+    assert report.keep == ["0", "1", "2", "4"]
+    assert report.error == math.inf
+    assert report.kept_error < 2e-3
+    assert report.kept_error == relative(half(model, report.dtype, keep_fp32=report.keep)(x), model(x))
+    rows = {row.path: row for row in report.modules}
+    assert [rows["0"].overflows > 0, rows["0.first"].overflows, rows["1.1"].largest > 65504] == [True, 0, True]
+    assert rows["0.first"].error == relative(half(model)[0].first(x.half()), model[0].first(x))
+    tried = {row.path: row.kept_error for row in report.modules if row.kept_error is not None}
+    assert list(tried) == ["3", "4", "5"]       # without what is kept before
+    assert tried["4"] < min(tried["3"], tried["5"])
+    text = str(report).splitlines()
+    assert [line.split()[0] for line in text[2:-2]] == [row.path or "(the" for row in report.modules]
+    assert text[-2] == "outputs that float16 cannot carry: 1.1"
+    assert text[-1].startswith("worth keeping in float32: 0, 1, 2, 4 (output error inf -> ")
+    assert check_half(model, x, keep_fp32=report.keep).keep == []
+
+
+def test_what_is_too_large_with_nothing_around_it_is_named() -> None:
+    report = check_half(nn.Sequential(nn.Linear(6, 6), SQUARE), torch.ones(1, 6))
+    assert report.too_large == ["1", ""]
+    assert (report.keep, report.kept_error) == ([], math.inf)
+
+
+def test_inputs_that_do_not_fit() -> None:
+    model, x = nn.Linear(4, 4), torch.full((1, 4), 1e6)
+    report = check_half(model, {"input": x})
+    assert (report.largest_input, report.keep) == (1e6, [])
+    assert "the sample holds 1e+06 and float16 ends at 6.55e+04: the inputs are cast before any module" in str(report)
+    for fits in (check_half(model, (x,), torch.bfloat16), check_half(model, [x / 100])):
+        assert "the sample holds" not in str(fits)
+
+
+def test_arguments_in_another_order() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(30, 4)
+    for sample, dtype in ((torch.float16, x), (x, x), (torch.float16, torch.float16)):
+        with pytest.raises(TypeError, match=r"expected the sample first: check_half\(model, sample, torch\.float16\)"):
+            check_half(model, sample, dtype)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^dtype is tensor[^\n]{,150}; expected torch\.float16"):
+        half(model, x)  # type: ignore[arg-type]
+
+
+def test_parameters_that_do_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1e-9)
+        model[1].weight.fill_(1e5)
+    report = check_half(model, torch.ones(1, 4))
+    assert report.unfit == ["1.weight"]
+    assert "1" in report.keep
+    assert "parameters that float16 cannot hold: 1.weight" in str(report)
+    assert check_half(model, torch.ones(1, 4), torch.bfloat16).unfit == []
+    report = check_half(model[1], torch.ones(1, 4))     # the model's own, which nothing keeps
+    assert (report.unfit, report.keep, report.error) == (["weight"], [], math.inf)
+    assert math.isnan(report.modules[0].error)
+
+
+def test_dtypes_are_taken_and_refused_as_half_does() -> None:
+    model, x = nn.Linear(6, 6), torch.randn(8, 6)
+    for name, dtype in (("float16", torch.float16), ("bf16", torch.bfloat16)):
+        report = check_half(model, x, name)
+        assert report.dtype is dtype
+        assert report == check_half(model, x, dtype)
+    for wrong in ("half", torch.float64, "float32", torch.int8, None):
+        with pytest.raises(ValueError, match=r"expected torch\.float16, torch\.bfloat16 or one's name"):
+            check_half(model, x, wrong)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
+        check_half(half(model), x)
+
+
+class Writing(nn.Module):
+    """Writes to a list that it gets, and in place to a tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = SHIFT
+
+    def forward(self, batch: dict[str, Tensor], seen: list[Tensor]) -> Tensor:
+        seen.append(batch["x"].mul_(2.0))
+        assert len(seen) == 1
+        return self.shift(self.shift(batch["x"] * 0.0) + batch["x"])
+
+
+def test_the_sample_and_the_model_are_left_alone() -> None:
+    x, seen = torch.randn(16), []
+    model, before = Writing().train(), x.clone()
+    assert check_half(model, {"batch": {"x": x}, "seen": seen}, in_region=True).keep == ["shift"]
+    assert torch.equal(x, before)
+    assert seen == []
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())
+    assert not torch.nn.modules.module._has_any_global_hook()
+
+
+class Attention(nn.Module):
+    """Whose scores are far from zero, where half precision has few digits for what tells them apart."""
+
+    def __init__(self, width: int, shift: float) -> None:
+        super().__init__()
+        self.qkv, self.out, self.shift = nn.Linear(width, 3 * width), nn.Linear(width, width), shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out((q @ k.mT + self.shift).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("where", range(3))
+def test_operators_of_a_module_are_charged_to_it_and_to_no_container(where: int, dtype: torch.dtype) -> None:
+    large = 300.0 if dtype is torch.bfloat16 else 3000.0
+    blocks = nn.ModuleList(nn.Sequential(Attention(16, large if i == where else 0.0)) for i in range(3))
+    model, x = nn.Sequential(nn.Sequential(*blocks), nn.Linear(16, 4)), torch.randn(4, 12, 16)
+    report = check_half(model, x, dtype)
+    assert report.keep == [f"0.{where}.0"]
+    assert report.kept_error < report.error * 2 / 3
+    assert report.kept_error == relative(half(model, report.dtype, keep_fp32=report.keep)(x), model(x))
+
+
+def test_where_all_round_alike_nothing_is_proposed() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(12)))
+    report = check_half(model, torch.randn(64, 16), torch.bfloat16)
+    assert report.error == report.kept_error > torch.finfo(torch.bfloat16).eps
+    assert report.keep == []
+    assert str(report).endswith("worth keeping in float32: nothing")

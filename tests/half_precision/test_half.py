@@ -1,0 +1,224 @@
+"""half and containers: what is converted, what is cast, what is refused."""
+
+import collections
+import copy
+import dataclasses
+import pickle
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampkit.containers import cast_tree
+from ampkit.half_precision.half import half
+from tests.helpers.half_models import both_dtypes
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    image: Any
+    label: Any = None
+    made: Any = dataclasses.field(init=False, default=None)
+
+
+FLOAT = torch.ones(1)
+FIXED = (*(torch.ones(1, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)), "text", None, 1.5)
+TREES: tuple[Callable[[Any], Any], ...] = (     # a container of what it is given, at several depths
+    lambda x: x,
+    lambda x: [x, (x, ()), Point(x, [x, *FIXED])],
+    lambda x: {"a": x, "b": collections.OrderedDict(c=(x,), d=FIXED)},
+    lambda x: [Batch(None), Batch((x, Batch(x)), {"labels": Point(FIXED[0], x)})],
+)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("floats", [FLOAT, FLOAT.double(), FLOAT.bfloat16()])
+def test_trees_come_back_in_their_own_types_with_floats_cast(tree: Callable[[Any], Any], floats: Tensor) -> None:
+    value = tree(floats)
+    result = cast_tree(value, torch.float16)
+    assert repr(result) == repr(tree(FLOAT.half()))     # has types, dtypes and values
+    assert repr(value) == repr(tree(floats))            # the original is untouched
+    assert cast_tree(result, torch.float16) is result
+
+
+def test_other_containers() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    result = cast_tree(packed, torch.float16)
+    assert (result.data.dtype, result.batch_sizes.dtype) == (torch.float16, torch.int64)
+    found = cast_tree(torch.ones(2, 2).max(0), torch.float16)
+    assert type(found) is torch.return_types.max
+    assert found.values.dtype is torch.float16
+    own = types.SimpleNamespace(to=lambda dtype: dtype)     # a batch class with a `to`, as Apex expects of it
+    module = nn.Linear(1, 1)
+    assert cast_tree([own, module], torch.float16) == [torch.float16, module]
+    assert module.weight.dtype is torch.float32
+    transformers = pytest.importorskip("transformers")
+    outputs = transformers.modeling_outputs.BaseModelOutput(torch.ones(1), hidden_states=None)
+    result = cast_tree(outputs, torch.float16)
+    assert type(result) is type(outputs)
+    assert result.last_hidden_state.dtype is result["last_hidden_state"].dtype is result[0].dtype is torch.float16
+    encoding = transformers.BatchEncoding({"x": torch.ones(1)})
+    assert cast_tree(encoding, torch.float16)["x"].dtype is torch.float16
+    assert encoding["x"].dtype is torch.float32
+
+
+class Net(nn.Module):
+    """A bit of everything: convolution, norms, attention mask, recurrence, tensors made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+        self.rnn = nn.LSTM(6, 5, batch_first=True)
+        self.register_buffer("mask", torch.tensor([0.0, -1e9]))
+        self.register_buffer("ids", torch.arange(2))
+
+    def forward(self, batch: dict[str, Tensor], *, extra: Any = None) -> Any:
+        x = self.bn(self.conv(batch["image"]))
+        x = self.block(x.mean((1, 2)))[:, None]
+        hidden = x.new_zeros(1, len(x), 5)
+        y, _ = self.rnn(x, (hidden, torch.zeros_like(hidden)))
+        return {"y": y, "extra": extra, "ids": self.ids}
+
+
+def sample() -> dict[str, Tensor]:
+    return {"image": torch.randn(3, 1, 8, 8)}
+
+
+@both_dtypes
+def test_a_half_model_takes_what_it_took_before(dtype: torch.dtype) -> None:
+    """And what is converted."""
+    model = Net().eval()
+    low = half(model, dtype, cast_outputs=torch.float32)
+    expected = {name: torch.float32 if name.startswith("bn") else dtype for name, _ in model.named_parameters()}
+    assert {name: p.dtype for name, p in low.named_parameters()} == expected
+    assert (low.bn.running_var.dtype, low.bn.num_batches_tracked.dtype) == (torch.float32, torch.int64)
+    assert (low.mask.dtype, low.ids.dtype) == (dtype, torch.int64)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert isinstance(low, Net)
+    assert low.state_dict().keys() == model.state_dict().keys()
+    batch = sample()
+    output, expected = low(batch, extra=[torch.ones(1).double()]), model(batch)
+    torch.testing.assert_close(output["y"], expected["y"], rtol=0.1, atol=0.03)
+    assert output["extra"][0].dtype is torch.float32
+    assert output["ids"].dtype is torch.int64
+    assert batch["image"].dtype is torch.float32
+    assert half(model, dtype)(batch)["y"].dtype is dtype
+
+
+def test_masks_saturate_and_infinities_stay() -> None:
+    model = nn.Module()
+    values = torch.tensor([torch.finfo(torch.float32).min, -1e9, 1e5, float("inf"), float("nan"), 1.0])
+    model.register_buffer("mask", values)
+    low = half(model).mask
+    assert low[:4].tolist() == [-65504.0, -65504.0, 65504.0, float("inf")]
+    assert torch.isnan(low[4])
+    wide = half(model, torch.bfloat16).mask
+    assert wide[0] == torch.finfo(torch.bfloat16).min
+
+
+class Noted(nn.Linear):
+    """Notes what it gets, what its weight is, and what its product comes out as."""
+
+    seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        Noted.seen |= {x.dtype, self.weight.dtype, y.dtype}
+        return y
+
+
+class Listed(nn.Module):
+    """Has its layers in containers, which are never called themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Noted(3, 3)]), Noted(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0][0](x))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+@pytest.mark.parametrize(
+    "keep", ["1*", ("1.layers.0.0", "1.layers.1"), (Noted,), "module", "1.layers", (nn.ModuleList,)], ids=str
+)
+@both_dtypes
+def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype, in_region: bool) -> None:
+    """Named by pattern, path, class, as the module or by a container; in a region too, which is off inside."""
+    model = nn.Sequential(nn.Linear(3, 3), Listed(), nn.Linear(3, 3))
+    low = half(model, dtype, (model[1],) if keep == "module" else keep, in_region=in_region)
+    returned = []
+    low[1].register_forward_hook(lambda module, args, output: returned.append(output.dtype))
+    Noted.seen = set()
+    assert low(torch.ones(2, 3)).dtype is dtype
+    assert Noted.seen == {torch.float32}
+    assert returned == [dtype]
+    assert {param.dtype for param in low[0].parameters()} == {dtype}
+    assert not torch.is_autocast_enabled("cpu")
+    model[1].forward = model[1].forward
+    with pytest.raises(RuntimeError, match="was given a forward of its own"):
+        half(model, keep_fp32="1")
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+def test_copies_pickles_threads_and_compiled_code_keep_casts(in_region: bool) -> None:
+    """Of kept modules too, and of one that is kept itself; what is a region in one thread is one in each."""
+    low, batch = half(Net(), torch.bfloat16, (nn.LayerNorm,), in_region=in_region).eval(), sample()
+    expected, found = low(batch)["y"], []
+    thread = threading.Thread(target=lambda: found.append(low(batch)["y"]))
+    thread.start()
+    thread.join()
+    found += [copied(batch)["y"] for copied in (copy.deepcopy(low), pickle.loads(pickle.dumps(low)))]
+    assert all(torch.equal(one, expected) for one in found)
+    norm, x = half(nn.LayerNorm(4), torch.bfloat16, (nn.LayerNorm,), torch.float64), torch.randn(2, 4)
+    copied = copy.deepcopy(pickle.loads(pickle.dumps(norm)))
+    assert torch.equal(copied(x), norm(x))
+    assert (copied(x).dtype, copied.weight.dtype) == (torch.float64, torch.float32)
+    head = half(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.bfloat16, in_region=in_region)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(head, backend="eager", fullgraph=True)(x), head(x))
+
+
+def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[1].weight[0, 0] = -1e6
+    with pytest.raises(ValueError, match=r"parameter 1.weight holds 1e\+06, and torch.float16 ends at 6.55e\+04; keep"):
+        half(model, in_place=True)
+    assert type(model) is nn.Sequential
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    half(model, keep_fp32="1")
+    params = list(model.parameters())
+    assert half(model, torch.bfloat16, in_place=True) is model
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert params[0].dtype is torch.bfloat16
+
+
+def test_what_half_refuses() -> None:
+    model, tied = Net(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    for refused, error, message in (
+        (lambda: half("model"), TypeError, r"half takes an nn.Module, got str"),  # type: ignore[arg-type]
+        (lambda: half(model, torch.float32), ValueError, r"dtype is torch.float32; expected torch.float16, torch.bf"),
+        (lambda: half(model, cast_outputs=torch.int8), ValueError, r"cast_outputs is torch.int8; expected a dtype"),
+        (lambda: half(model, keep_fp32="blocks.*"), ValueError, r"pattern 'blocks.\*' names no module of this Net;"),
+        (lambda: half(model, keep_fp32=[nn.Linear(1, 1)]), ValueError, "holds a Linear that is no part of this Net"),
+        (lambda: half(model, keep_fp32=[3]), TypeError, r"keep_fp32 holds 3; expected"),  # type: ignore[list-item]
+        (lambda: half(tied, keep_fp32="1"), ValueError, "1.weight and 0.weight are one tensor.*name both their"),
+        (lambda: half(half(model)), RuntimeError, r"this Net has been through ampkit.half or amp.initialize already"),
+    ):
+        with pytest.raises(error, match=message):
+            refused()
+    with torch.device("meta"):      # is converted unseen
+        assert half(Net()).conv.weight.dtype is torch.float16
