@@ -6,7 +6,7 @@ above torch's own autocast: it sees an operator first and before decomposition, 
 vmapped and traced as if they had been written by hand.
 
 The key is `TESTING_ONLY_GenericMode`, or `TESTING_ONLY_GenericWrapper` for policies that start from torch's list: torch
-defines both, and no build of torch uses them. A kernel is registered there for each operator that some policy of that
+defines both, and no build of torch uses them. An entry is registered there for each operator that some policy of that
 key lists; for every other operator the key is a fallthrough, at no cost, also for composites, whose parts are
 dispatched through the key again. The key is included only while a region is open, so the registrations mean nothing
 outside. Because the mode does not need torch's autocast keys excluded, the region's state
@@ -28,7 +28,7 @@ import torch
 
 from ampkit.engine import casting, float8_products, float32_output, policy_mark, recurrent
 from ampkit.engine.registration import install
-from ampkit.engine.specialised import kernels_for
+from ampkit.engine.generated_handlers import handlers_for
 from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.policy import Policy, RuleTable, register_changes
@@ -51,7 +51,7 @@ _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
-# Tables whose operators have kernels, by `id` and key.
+# Tables whose operators have entries, by `id` and key.
 _installed: weakref.WeakValueDictionary[tuple[int, Any], RuleTable] = weakref.WeakValueDictionary()
 
 
@@ -79,7 +79,7 @@ class AutocastMode(TorchDispatchMode):
         # ampkit's before them, so that `vmap` over models is the loop over models.
         self.as_torch = {policy.base for _, policy in policies} == {"torch"}
         self.key = TORCH_KEY if self.as_torch else KEY
-        self.kernels = kernels_for(self.tables, self.key)
+        self.handlers = handlers_for(self.tables, self.key)
         self.has_module_rules = any(policy.modules for _, policy in policies)
         self.mark = policy_mark.mark_of(policies)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
@@ -101,7 +101,7 @@ class AutocastMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False        # torch would wrap `__torch_dispatch__` in a call of its own; the kernels are marked instead
+        return False        # torch would wrap `__torch_dispatch__` in a call of its own; the handlers are marked instead
 
     @dynamo_skip
     def __torch_dispatch__(

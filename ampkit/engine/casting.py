@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.operators import OpOverload, argument_names, dtype_overload
 
 _FLOATING = frozenset(
     value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point
@@ -140,7 +140,7 @@ def with_float32_dtype(
         # The dispatcher omits arguments equal to their default, and the other overload may have no default for them.
         defaults = {a.name: a.default_value for a in op._schema.arguments[len(args) :] if a.has_default_value()}
         return target, args, {**defaults, **kwargs, "dtype": torch.float32}
-    position = _names(op).index("dtype")
+    position = argument_names(op).index("dtype")
     given = args[position] if position < len(args) else kwargs.get("dtype")
     if given is not None:
         return op, args, kwargs
@@ -150,15 +150,3 @@ def with_float32_dtype(
 
 
 @functools.cache
-def dtype_overload(op: OpOverload) -> OpOverload | None:
-    """What FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the overload with a `dtype` in addition; None if none.
-    """
-    names = _names(op)
-    if "dtype" in names:
-        return op
-    others = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
-    return next((other for other in others if _names(other) == [*names, "dtype"]), None)
-
-
-def _names(op: OpOverload) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]

@@ -1,27 +1,44 @@
-"""Specialised kernels: Python generated for one operator from its schema and rule; `source` returns it.
+"""Generated handlers: Python source written for one operator from its schema and its rule. `source` returns it.
 
-A kernel for every operator loops over arguments of unknown types, which costs more than a small cast. A specialised one
-names its arguments and covers plain tensors and parameters on one device type; where autocast is disabled, it calls the
-operator with its own key excluded. Everything else goes to `_general`, the kernel for every operator: subclasses,
-numbers where a tensor is expected, transforms of `torch.func`. Operators with an unusual schema or rule have the
-general kernel only.
+This is the fast path of a cast. The handler for `aten::linear` under LOWER takes `input, weight, bias` by name, casts
+each that is not yet in the region's dtype, and calls torch's own `linear` with the region's key and torch's autocast
+key excluded. It covers plain tensors and parameters on one device type. Where autocast is disabled, it calls the
+operator with the region's key excluded. Everything else goes to `_general`, the general handler of the operator:
+tensor subclasses, numbers where a tensor is expected, transforms of `torch.func`. Operators with an unusual schema or
+rule have the general handler only.
+
+Handlers hold no state of a region: whether it is enabled, its dtype and its cache are read at each call. So all modes
+with the same rules share them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from typing import Any
 
-from ampkit.engine.casting import dtype_overload
-from ampkit.engine.signatures import LIST, OPTIONAL, TENSOR, Signature, defined, signature_of
-from ampkit.policy.rules import Rule
-from ampkit.torch_internals.operators import OpOverload
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-__all__ = ["kernel", "source"]
+from ampkit.engine.casting import cast_to
+from ampkit.engine.registration import GENERAL_HANDLERS, OPERATORS, Handler
+from ampkit.engine.signatures import LIST, OPTIONAL, TENSOR, Signature, defined, signature_of
+from ampkit.policy.policy import RuleTable
+from ampkit.policy.rules import Rule
+from ampkit.torch_internals.dispatcher import TLS_NAME, autocast_key, get_in_tls, is_excluded, set_excluded
+from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.operators import OpOverload, dtype_overload, python_binding
+from ampkit.torch_internals.transforms import functorch_level
+
+__all__ = ["BOUND_NAMES", "handlers_for", "source"]
+
+# False: every operator takes the general handler. The tests compare the two.
+GENERATE = os.environ.get("AMPKIT_GENERAL_HANDLERS", "0") != "1"
 
 # The keys are set within the `try`: Ctrl-C may come right after either call.
-_KERNEL = """\
+_HANDLER = """\
 def {s.name}(_keys, {s.params}):
     if _level() is not None{unusual}:
         return _general(_keys, {s.call})
@@ -43,9 +60,9 @@ def {s.name}(_keys, {s.params}):
             _set_excluded(_AUTOCAST, False)
 """
 _UNUSUAL = {
-    TENSOR: " or type({0}) not in _PLAIN",
-    OPTIONAL: " or ({0} is not None and type({0}) not in _PLAIN)",
-    LIST: " or not _PLAIN.issuperset(map(type, {0}))",
+    TENSOR: " or type({0}) not in _PLAIN_TENSORS",
+    OPTIONAL: " or ({0} is not None and type({0}) not in _PLAIN_TENSORS)",
+    LIST: " or not _PLAIN_TENSORS.issuperset(map(type, {0}))",
 }
 _LOWER = """\
     if {given}{tensor}.dtype is not _dtype:
@@ -70,19 +87,39 @@ _DTYPE_ARGUMENT = """\
 """
 
 
+# Operators whose Python binding, which is faster to call than the `OpOverload`, takes the schema's
+# arguments in order and calls that very operator. A test compares them.
+BOUND_NAMES = (
+    "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "linear", "matmul", "mm", "mv", "prelu",
+    "scaled_dot_product_attention",
+    "batch_norm", "exp", "group_norm", "layer_norm", "log", "log1p", "logsumexp",
+    "pow.Tensor_Scalar", "rms_norm", "rsqrt",
+    "cumsum", "log_softmax.int", "softmax.int", "sum", "sum.dim_IntList",
+    "addcmul", "cat", "dot", "lerp.Tensor", "stack",
+)
+_BOUND_NAMES = frozenset(f"aten::{name}" for name in BOUND_NAMES)
+
+
+def _callable(op: OpOverload) -> Callable[..., Any]:
+    """The fastest callable that runs `op`, given the arguments of its schema in order."""
+    binding = python_binding(op) if op.name() in _BOUND_NAMES else None
+    return op._op if binding is None else binding
+
+
 @functools.cache
 def source(op: OpOverload, rule: Rule) -> str | None:
-    """The kernel that follows `rule` for `op`, as Python source; None where the general one is used."""
+    """The Python source of the handler that follows `rule` for `op`; None where the general handler is used."""
     signature = signature_of(op)
     body = None if signature is None else _body(op, rule, signature)
     if signature is None or body is None:
         return None
     unusual = "".join(_UNUSUAL[kind].format(name) for name, kind in signature.tensors)
-    return _KERNEL.format(s=signature, unusual=unusual, body=body)
+    return _HANDLER.format(s=signature, unusual=unusual, body=body)
 
 
 def _body(op: OpOverload, rule: Rule, s: Signature) -> str | None:
-    """What a kernel does to its arguments."""
+    """The lines that cast the arguments; None for a rule or a schema that only the general handler covers."""
     kinds = {kind for _, kind in s.tensors}
     if rule is Rule.LOWER and LIST not in kinds:
         return "    _dtype, _weight = _dtype_of(_DEVICE), None\n" + _each(_LOWER, s)
@@ -104,7 +141,73 @@ def _each(template: str, s: Signature) -> str:
     )
 
 
-def kernel(op: OpOverload, rule: Rule, variables: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The function of `source`, given values for its free variables by name; None where there is no source."""
-    text = source(op, rule)
-    return None if text is None else defined(text, f"<ampkit {op.name()} {rule.name}>", variables)
+def handlers_for(tables: tuple[tuple[str, RuleTable], ...], key: Any) -> dict[str, Handler]:
+    """The handlers of a mode with these rules and this dispatch key, by operator name.
+
+    A mode for several devices has the general ones.
+    """
+    if len(tables) != 1 or not GENERATE:
+        return GENERAL_HANDLERS
+    device_type, table = tables[0]
+    if table.handlers is None:
+        table.handlers = _GeneratedHandlers(device_type, table, key)
+    return table.handlers
+
+
+class _GeneratedHandlers(dict[str, Handler]):
+    """An operator's generated handler, written at its first call; the general one where its rule has no source."""
+
+    def __init__(self, device_type: str, table: RuleTable, key: Any) -> None:
+        super().__init__()
+        to_float32 = cast_to(device_type, torch.float32)
+        weights = _weights_on(device_type)
+        self.rules = {op.name(): rule for op, rule in table.items()}
+        self.variables: dict[str, Any] = {
+            "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_level": functorch_level,
+            "_dtype_of": torch.get_autocast_dtype, "_weights": weights, "_cast_to": _casts_on(device_type, weights),
+            "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_PLAIN_TENSORS": frozenset({Tensor, Parameter}),
+            "_Parameter": Parameter, "_float32": torch.float32,
+            "_KEY": key, "_AUTOCAST": autocast_key(device_type), "_DEVICE": device_type,
+        }
+
+    def __missing__(self, name: str) -> Handler:
+        op, general, rule = OPERATORS[name], GENERAL_HANDLERS[name], self.rules.get(name)
+        signature = signature_of(op)
+        text = None if rule is None else source(op, rule)
+        if rule is None or signature is None or text is None:
+            self[name] = general
+        else:
+            variables = {**self.variables, "_general": general, "_operator": _callable(op)}
+            handler = defined(signature.name, text, f"<ampkit {name} {rule.name}>", variables)
+            self[name] = dynamo_skip(handler)
+        return self[name]
+
+
+def _weights_on(device_type: str) -> Callable[[torch.dtype], Callable[[Tensor], Tensor]]:
+    def weights(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The function that casts weights to `dtype` in the open region."""
+        cache = get_in_tls(TLS_NAME).cache
+        return cast_to(device_type, dtype).tensor if cache is None else cache.weights(device_type, dtype)
+
+    return weights
+
+
+def _casts_on(
+    device_type: str, weights: Callable[[torch.dtype], Callable[[Tensor], Tensor]]
+) -> Callable[[torch.dtype], Callable[[Tensor], Tensor]]:
+    @functools.cache
+    def casts(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """The function that casts tensors other than parameters to `dtype`."""
+        to_dtype = cast_to(device_type, dtype)
+        castable, on_device, convert = to_dtype.castable, to_dtype.on_device, to_dtype.convert
+
+        def cast(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in castable or not on_device(tensor):
+                return tensor
+            if tensor.is_leaf and tensor.requires_grad:
+                return weights(dtype)(tensor)
+            return convert(tensor)
+
+        return cast
+
+    return casts

@@ -1,7 +1,9 @@
-"""Registering kernels at the regions' dispatch keys, once per operator and key in a process.
+"""Registration of handlers at the regions' dispatch keys, once per operator and key in a process.
 
-The registered kernel looks the operator up in the `kernels` of the thread's mode: specialised ones, or those of
-`GENERAL`, which hand any operator to the mode's `__torch_dispatch__`.
+This is the front door of the engine: torch's dispatcher calls the *entry* registered here for each operator that some
+policy lists, while a region is open. The entry looks the operator up in the `handlers` of the thread's mode. These are
+generated for the operator (`generated_handlers`), or those of `GENERAL_HANDLERS`, which pass any operator to the mode's
+`__torch_dispatch__` (`autocast_mode`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch.library import Library
 from ampkit.engine.signatures import defined, signature_of
 from ampkit.torch_internals.dispatcher import (
     KEY_NAMES,
+    PRE_DISPATCH,
     TLS_NAME,
     Exclude,
     current,
@@ -32,20 +35,20 @@ from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.transforms import functorch_level, is_ahead, keys_ahead
 
-Kernel = Callable[..., Any]
+Handler = Callable[..., Any]
 R = TypeVar("R")
 
 _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 
 _libraries: dict[str, Library] = {}
-GENERAL: dict[str, Kernel] = {}         # by the operator's name
+GENERAL_HANDLERS: dict[str, Handler] = {}         # by the operator's name
 OPERATORS: dict[str, OpOverload] = {}
 _installed: set[tuple[OpOverload, Any]] = set()      # with the key
 _installing_lock = renewed_lock(__name__, "_installing_lock")
 
 
 def install(ops: Iterable[OpOverload], key: Any) -> None:
-    """Register a kernel at `key` for operators that have none there yet.
+    """Register an entry at `key` for operators that have none there yet.
 
     A thread of its own registers them. Signal handlers run in the main thread alone, so neither Ctrl-C nor a handler
     that opens a region of its own comes between a registration and the note of it.
@@ -57,21 +60,21 @@ def install(ops: Iterable[OpOverload], key: Any) -> None:
 
 def in_own_thread(function: Callable[..., R], *args: Any) -> R:
     """What a function returns or raises in a new thread, which has no modes and gets no signals."""
-    found: list[Any] = []
+    results: list[Any] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(function(*args))
+            results.append(function(*args))
         except BaseException as error:
             errors.append(error)
 
-    errors: list[BaseException] = []
     thread = threading.Thread(target=run, name=f"ampkit {function.__name__}", daemon=True)
     thread.start()
     thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]
 
 
 def _install(ops: list[OpOverload], key: Any) -> None:
@@ -80,15 +83,15 @@ def _install(ops: list[OpOverload], key: Any) -> None:
             _prepare()
         for op in ops:
             if (op, key) not in _installed:
-                _install_one(op, key)
+                _install_operator(op, key)
 
 
-def _install_one(op: OpOverload, key: Any) -> None:
+def _install_operator(op: OpOverload, key: Any) -> None:
     name = op.name()
     if op.namespace not in _libraries:
         _libraries[op.namespace] = Library(op.namespace, "IMPL")
     if name not in OPERATORS:
-        GENERAL[name] = _general(op)
+        GENERAL_HANDLERS[name] = _general(op)
         _go_before_tracer(op)
         OPERATORS[name] = op
     if not has_kernel(name, KEY_NAMES[key]):      # it may, in a child forked amid the registration
@@ -97,7 +100,7 @@ def _install_one(op: OpOverload, key: Any) -> None:
 
 
 def _prepare() -> None:
-    """Set up what the first kernel of a process needs: the keys are fallthroughs for operators without a kernel."""
+    """Make the keys fallthroughs for operators without an entry; done once, before the first registration."""
     library = Library("_", "IMPL")
     for key, name in KEY_NAMES.items():
         try:
@@ -116,26 +119,26 @@ def _prepare() -> None:
 
 _ENTRY = """\
 def entry(_keys, {s.params}):
-    return _mode({tls!r}).kernels[_name](_keys, {s.call})
+    return _mode({tls!r}).handlers[_name](_keys, {s.call})
 """
 
 
-def _entry(op: OpOverload) -> Kernel:
-    """The kernel registered for `op`: it calls the one that the thread's mode has for it."""
+def _entry(op: OpOverload) -> Handler:
+    """The function registered for `op`: it calls the handler that the thread's mode has for it."""
     signature = signature_of(op)
     if signature is None:
-        return GENERAL[op.name()]       # no mode has another
+        return GENERAL_HANDLERS[op.name()]       # no mode has another
     text = _ENTRY.format(s=signature, tls=TLS_NAME)
-    return dynamo_skip(defined(text, "<ampkit dispatch>", {"_mode": get_in_tls, "_name": op.name()}))
+    return dynamo_skip(defined("entry", text, "<ampkit dispatch>", {"_mode": get_in_tls, "_name": op.name()}))
 
 
-def _general(op: OpOverload) -> Kernel:
-    """The kernel of `op` for any rule, argument and mode."""
+def _general(op: OpOverload) -> Handler:
+    """The handler of `op` for any rule, argument and mode."""
     slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
     ahead = keys_ahead(op)
 
     @dynamo_skip
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def handler(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
         if functorch_level() is not None:
             args = _without_numbers(args, _numbers(args, slots))
@@ -153,7 +156,7 @@ def _general(op: OpOverload) -> Kernel:
                 return op._op(*args, **kwargs)
         return op.redispatch(keyset & below, *args, **kwargs)
 
-    return kernel
+    return handler
 
 
 def _numbers(args: tuple[Any, ...], slots: list[int]) -> list[int]:
@@ -165,7 +168,7 @@ def _without_numbers(args: tuple[Any, ...], slots: list[int]) -> tuple[Any, ...]
     """Arguments with tensors for the numbers at `slots`, which promote as numbers do and have their digits.
 
     Autograd saves a number as a tensor that is marked as one. Where a transform has wrapped it, torch cannot hand it to
-    a Python kernel in backward: it reads the number, and the wrapper has no memory. Any region of the process would
+    a Python function in backward: it reads the number, and the wrapper has no memory. Any region of the process would
     meet that once one policy has a rule for `mul`.
     """
     tensor = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()), None)
@@ -186,21 +189,21 @@ def _go_before_tracer(op: OpOverload) -> None:
     """Have pre-dispatch tracing (`torch.export`) record the casts and the call, not `op` as it was called.
 
     That tracer is at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
-    every call; for operators with a kernel of ours that look-up goes through `_get_dispatch`.
+    every call; for operators with an entry that look-up goes through `_get_dispatch`.
     """
     op._get_dispatch = functools.partial(_get_dispatch, op, op._get_dispatch)  # type: ignore[method-assign]
 
 
 @dynamo_skip
 def _get_dispatch(op: OpOverload, look_up: Callable[[Any], Any], key: Any) -> Any:
-    found = look_up(key)
-    if key == torch._C.DispatchKey.PreDispatch and callable(found):
-        return functools.partial(_before_tracer, op, found)
-    return found
+    handler = look_up(key)
+    if key == PRE_DISPATCH and callable(handler):
+        return functools.partial(_before_tracer, op, handler)
+    return handler
 
 
 @dynamo_skip
-def _before_tracer(op: OpOverload, found: Kernel, *args: Any, **kwargs: Any) -> Any:
+def _before_tracer(op: OpOverload, tracer: Handler, *args: Any, **kwargs: Any) -> Any:
     mode = current() if is_open() else None
     result = NotImplemented if mode is None else mode.__torch_dispatch__(op, (), args, kwargs)
-    return found(*args, **kwargs) if result is NotImplemented else result
+    return tracer(*args, **kwargs) if result is NotImplemented else result

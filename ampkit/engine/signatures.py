@@ -1,4 +1,4 @@
-"""An operator's schema as the parameters of a Python function, for kernels generated per operator."""
+"""An operator's schema as the parameters of a Python function, for functions that are generated per operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSOR, OPTIONAL, LIST = "Tensor", "Optional[Tensor]", "List[Tensor]"
 
 
 class Signature(NamedTuple):
-    """How a generated kernel takes an operator's arguments from the dispatcher, and passes them on."""
+    """How a generated handler takes an operator's arguments from the dispatcher, and passes them on."""
 
     name: str
     params: str
@@ -64,17 +64,17 @@ def signature_of(op: OpOverload) -> Signature | None:
     )
 
 
-def defined(text: str, where: str, variables: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function that a source text defines, with `variables` as its globals.
+def defined(name: str, text: str, filename: str, variables: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function of this name that a source text defines, with `variables` as its globals.
 
-    Tracebacks show its lines as those of the file `where`.
+    Tracebacks show its lines as those of a file called `filename`.
     """
-    space = dict(variables)
-    exec(_code(text, where), space)
-    return space.popitem()[1]       # what came into it last
+    namespace = dict(variables)
+    exec(_code(text, filename), namespace)
+    return namespace[name]
 
 
 @functools.cache
-def _code(text: str, where: str) -> CodeType:
-    linecache.cache[where] = len(text), None, text.splitlines(keepends=True), where
-    return compile(text, where, "exec")
+def _code(text: str, filename: str) -> CodeType:
+    linecache.cache[filename] = len(text), None, text.splitlines(keepends=True), filename
+    return compile(text, filename, "exec")

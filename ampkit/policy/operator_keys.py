@@ -14,13 +14,13 @@ import torch
 from torch.nn import Module
 
 from ampkit.dtypes import short
-from ampkit.engine import casting
 from ampkit.policy.float8_recipes import PRODUCTS, RECIPES
 from ampkit.policy.rules import Rule
 from ampkit.torch_internals.operators import (
     OpOverload,
     OpOverloadPacket,
     canonical,
+    dtype_overload,
     has_any_kernel,
     is_dispatched,
     operator_names,
@@ -72,7 +72,7 @@ def _fault(op: OpOverload, rule: Rule) -> str:
     if forms is not None and op.name() not in forms:
         form = "FP8 form" if rule in RECIPES else "form with a float32 result"
         return f"cannot follow {rule.name}: it has no {form}; {', '.join(forms)} have one"
-    if rule is Rule.FLOAT32_DTYPE_ARG and not casting.dtype_overload(op):
+    if rule is Rule.FLOAT32_DTYPE_ARG and not dtype_overload(op):
         return "cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; use Rule.FLOAT32"
     if op.name() in _MAKES_SUBCLASSES:
         return (

@@ -54,7 +54,7 @@ class Explanation(NamedTuple):
 class RuleTable(dict[OpOverload, Rule]):
     """Every operator with a rule of its own. A subclass, since a plain dict cannot be weakly referenced."""
 
-    kernels: Any = None     # what regions run for these rules; see `region.specialised`
+    handlers: Any = None    # what regions run for these rules; see `engine.generated_handlers`
 
     def __missing__(self, key: Any) -> Rule:
         what = f"{key.name()!r} has no rule of its own" if isinstance(key, OpOverload) else f"{short(key)} is no key"

@@ -21,7 +21,7 @@ from torch.nn import Module
 from ampkit.engine import casting
 from ampkit.engine.autocast_mode import AutocastMode
 from ampkit.engine.float8_products import Product, why_not
-from ampkit.engine.registration import GENERAL
+from ampkit.engine.registration import GENERAL_HANDLERS
 from ampkit.engine.thread_state import thread
 from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.float8_recipes import RECIPES
@@ -105,7 +105,7 @@ class _RecordingMode(AutocastMode):
         self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None, record: CastRecord
     ) -> None:
         super().__init__(policies, cache)
-        self.kernels = GENERAL
+        self.handlers = GENERAL_HANDLERS
         self.record = record
         if cache is not None:
             self.lookup = functools.partial(_look_up, cache)

@@ -19,7 +19,8 @@ from ampkit.torch_internals.operators import listed_as
 from ampkit.torch_internals.private_names import missing, private, refuse
 
 __all__ = [
-    "AUTOCAST_KEYS", "KEY", "KEY_NAMES", "TLS_NAME", "TORCH_KEY", "Exclude", "TorchDispatchMode", "autocast_key",
+    "AUTOCAST_KEYS", "KEY", "KEY_NAMES", "PRE_DISPATCH", "TLS_NAME", "TORCH_KEY", "Exclude", "TorchDispatchMode",
+    "autocast_key",
     "current", "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls",
     "is_included", "is_open", "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
 ]
@@ -63,6 +64,7 @@ _KEY_NAME, _TORCH_KEY_NAME = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWr
 KEY, TORCH_KEY = parsed_key(_KEY_NAME), parsed_key(_TORCH_KEY_NAME)
 KEY_NAMES = {KEY: _KEY_NAME, TORCH_KEY: _TORCH_KEY_NAME}
 _BELOW = _below(TORCH_KEY)
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch      # of `torch.export`'s tracer, the one key above these
 
 
 def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:

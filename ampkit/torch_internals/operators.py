@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
-    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "canonical", "current_device_type", "has_any_kernel",
-    "is_composite", "is_dispatched", "listed_as", "operator_names", "privateuse1_name",
+    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "argument_names", "canonical", "current_device_type",
+    "dtype_overload", "has_any_kernel", "is_composite", "is_dispatched", "listed_as",
+    "operator_names", "privateuse1_name", "python_binding",
 ]
 
 
@@ -66,3 +70,31 @@ def privateuse1_name() -> str:
 def listed_as(device_type: str) -> str:
     """The name of a device type in torch's own lists: `privateuseone` for the name that this backend was given."""
     return "privateuseone" if device_type == privateuse1_name() else device_type
+
+
+def dtype_overload(op: OpOverload) -> OpOverload | None:
+    """`op` if it has a `dtype` argument, else its overload with the same arguments and a `dtype`; None if there is none.
+    """
+    names = argument_names(op)
+    if "dtype" in names:
+        return op
+    others = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+    return next((other for other in others if argument_names(other) == [*names, "dtype"]), None)
+
+
+def argument_names(op: OpOverload) -> list[str]:
+    """The names of an operator's arguments, in the order of its schema."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def python_binding(op: OpOverload) -> Callable[..., Any] | None:
+    """torch's Python function of this name, which parses arguments faster than the `OpOverload`; None if there is none.
+
+    The function may choose another overload: which one depends on the arguments.
+    """
+    name = op._schema.name.removeprefix("aten::")
+    for bindings in (getattr(torch._C, "_nn", None), getattr(torch._C, "_VariableFunctions", None)):
+        binding = getattr(bindings, name, None)
+        if binding is not None:
+            return binding
+    return None

@@ -18,7 +18,7 @@ from ampkit.engine import casting
 from ampkit.policy.op_table import TORCH, Rule, names
 from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals.dispatcher import AUTOCAST_KEYS, autocast_key
-from ampkit.torch_internals.operators import FakeTensorMode, OpOverload
+from ampkit.torch_internals.operators import FakeTensorMode, OpOverload, dtype_overload
 from tests.helpers.op_samples import native
 
 # Defined or registered by the code of a library that a build of torch may lack.
@@ -77,7 +77,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, op: OpOverload) -> None:
         super().__init__()
-        self.ops = {op, casting.dtype_overload(op) or op}
+        self.ops = {op, dtype_overload(op) or op}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op in self.ops:
