@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from ampkit.engine import casting, float8_products, float32_output, policy_mark, recurrent
-from ampkit.engine.registration import install
 from ampkit.engine.generated_handlers import handlers_for
+from ampkit.engine.registration import install
 from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.policy import Policy, RuleTable, register_changes
@@ -101,7 +101,8 @@ class AutocastMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False        # torch would wrap `__torch_dispatch__` in a call of its own; the handlers are marked instead
+        # Otherwise torch would wrap `__torch_dispatch__` in a call of its own. The handlers are marked instead.
+        return False
 
     @dynamo_skip
     def __torch_dispatch__(

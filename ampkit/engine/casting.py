@@ -147,6 +147,3 @@ def with_float32_dtype(
     if position < len(args):
         return op, (*args[:position], torch.float32, *args[position + 1 :]), kwargs
     return op, args, {**kwargs, "dtype": torch.float32}
-
-
-@functools.cache

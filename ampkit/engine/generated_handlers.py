@@ -165,8 +165,8 @@ class _GeneratedHandlers(dict[str, Handler]):
         self.variables: dict[str, Any] = {
             "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_level": functorch_level,
             "_dtype_of": torch.get_autocast_dtype, "_weights": weights, "_cast_to": _casts_on(device_type, weights),
-            "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_PLAIN_TENSORS": frozenset({Tensor, Parameter}),
-            "_Parameter": Parameter, "_float32": torch.float32,
+            "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_float32": torch.float32,
+            "_PLAIN_TENSORS": frozenset({Tensor, Parameter}), "_Parameter": Parameter,
             "_KEY": key, "_AUTOCAST": autocast_key(device_type), "_DEVICE": device_type,
         }
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.gradients.transfer import host_value_or_none, moved
+from ampkit.gradients.collect import host_value_or_none, moved
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.optimizers import skip_compilation
 

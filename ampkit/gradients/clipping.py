@@ -17,9 +17,8 @@ from torch import Tensor
 
 import ampkit_kernels
 from ampkit.gradients import ranks
-from ampkit.gradients.collect import Gradients
-from ampkit.gradients.transfer import moved
-from ampkit.torch_internals.fsdp import is_flat
+from ampkit.gradients.collect import Gradients, moved
+from ampkit.torch_internals.modules import is_flat
 from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)

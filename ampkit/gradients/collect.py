@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import ampkit_kernels
-from ampkit.gradients.transfer import host_value_or_none, moved
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
@@ -256,3 +255,20 @@ def _check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, found: Mapp
         flag = found[values.device]
         by = torch.ones_like(flag) if factor is None else moved(factor, flag.device)
         _check([torch.view_as_real(values) if values.is_complex() else values], by, flag)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; itself if it is there.
+
+    Copies between devices are ordered by their streams. A `non_blocking` copy to the CPU returns before the values have
+    arrived (torch copies into pinned memory), and reading them at once gives garbage. So a copy to the CPU syncs; every
+    other one does not.
+    """
+    if tensor.device == device:
+        return tensor
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def host_value_or_none(value: Tensor) -> float | None:
+    """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
+    return value.numpy().item() if value.is_cpu and type(value) is Tensor else None  # a FakeTensor holds no number

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampkit.gradients.transfer import moved
+from ampkit.gradients.collect import moved
 
 
 def several() -> bool:

@@ -20,7 +20,7 @@ from ampkit.policy.module_paths import is_scripted
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 from ampkit.region.forward_wrapper import WrappedForward
-from ampkit.torch_internals.module_classes import BatchNorm
+from ampkit.torch_internals.modules import BatchNorm
 
 M = TypeVar("M", bound=Module)
 

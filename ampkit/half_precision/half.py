@@ -20,7 +20,7 @@ from ampkit.dtypes import as_dtype, short
 from ampkit.half_precision.boundary import Boundary, keep_in_float32, put_boundary, refuse_bounded, refuse_patched
 from ampkit.policy.module_paths import classes_of, is_container, is_scripted, was_named
 from ampkit.policy.module_rules import matches
-from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
+from ampkit.torch_internals.modules import BatchNorm, InstanceNorm
 
 __all__ = ["BATCH_NORMS", "NORMS", "half"]
 

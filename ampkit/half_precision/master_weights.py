@@ -20,8 +20,8 @@ from torch.nn import Parameter
 import ampkit_kernels
 from ampkit.containers import SIXTEEN_BIT
 from ampkit.gradients import closures
+from ampkit.gradients.collect import moved
 from ampkit.gradients.masters import masters_of, set_masters
-from ampkit.gradients.transfer import moved
 
 __all__ = ["MasterWeights"]
 

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.gradients.transfer import host_value_or_none, moved
+from ampkit.gradients.collect import host_value_or_none, moved
 from ampkit.optim._precision import Precision
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation

@@ -1,4 +1,6 @@
-"""The arguments of a region, checked. Messages and warnings follow torch's where torch has them.
+"""The arguments of a region, checked, and the description of a region that comes of them.
+
+Messages and warnings follow torch's where torch has them.
 """
 
 from __future__ import annotations
@@ -6,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +16,27 @@ from ampkit.dtypes import as_dtype, short
 from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
-from ampkit.region.spec import RegionSpec
 from ampkit.torch_internals.dynamo import called_while_tracing
 from ampkit.torch_internals.operators import current_device_type, privateuse1_name
 from ampkit.user_warnings import warn_user
+
+
+class RegionSpec(NamedTuple):
+    """A region that can be entered, any number of times. Known by identity: each `autocast` has one of its own."""
+
+    device_type: str                    # as torch's autocast calls it
+    dtype: torch.dtype
+    enabled: bool
+    cache_enabled: bool
+    policy: Policy | None = None        # None: the enclosing region's, else the default
+    cache: WeightCache | None = None    # one that outlives the region
+    device: str | None = None           # as the user wrote it, if different: "cuda:0"
+    of_module: bool = False             # entered by a rule of `Policy.for_modules`, around one module
+
+    def __str__(self) -> str:
+        more = "" if self.policy is None else f", policy={self.policy!r}"
+        return f"autocast({self.device or self.device_type!r}, {self.dtype}, enabled={self.enabled}{more})"
+
 
 _LOW = (torch.bfloat16, torch.float16)
 # Device types that need no parsing. Asked of torch once, since every region names one.

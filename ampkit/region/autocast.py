@@ -15,10 +15,9 @@ import torch
 from ampkit.engine.thread_state import thread
 from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import checked_spec
+from ampkit.region.arguments import RegionSpec, checked_spec
 from ampkit.region.decorate import in_region
 from ampkit.region.module_hooks import ModuleRuleHooks, enter_in_trace, leave_in_trace
-from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import RegionOrderError, leave_down_to, leave_ended, pop, push
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
 from ampkit.torch_internals.forks import clear_torch_cache

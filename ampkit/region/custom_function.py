@@ -16,9 +16,8 @@ from ampkit.containers import map_tensors
 from ampkit.engine.casting import is_eligible
 from ampkit.policy.policy import Policy
 from ampkit.region import traced
-from ampkit.region.arguments import NAMED_POLICIES, autocast_device_type
+from ampkit.region.arguments import NAMED_POLICIES, RegionSpec, autocast_device_type
 from ampkit.region.autocast import autocast
-from ampkit.region.spec import RegionSpec
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import called_while_tracing, tracing
 

@@ -28,8 +28,7 @@ from ampkit.engine.thread_state import thread
 from ampkit.policy.module_rules import BoundRule, ModuleRules
 from ampkit.policy.policy import Policy
 from ampkit.region import traced
-from ampkit.region.arguments import checked_spec
-from ampkit.region.spec import RegionSpec
+from ampkit.region.arguments import RegionSpec, checked_spec
 from ampkit.region.stack import leave_down_to, push
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import called_while_tracing, dynamo_skip, object_at, tracer, tracing

@@ -29,15 +29,20 @@ from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
-from ampkit.region.integer_casts import merges_integers
 from ampkit.torch_internals.dispatcher import Exclude
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
+from ampkit.torch_internals.float8_matmul import is_eager
 from ampkit.torch_internals.modules import CALL
+from ampkit.torch_internals.operator_tracing import is_opaque
 from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.tensors import is_capturing
+from ampkit.torch_internals.transforms import functorch_level
 from ampkit.user_warnings import warn_user
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
+_MOST_ELEMENTS = 1 << 14         # elements that are looked at: sorting all of an activation would take long
+_LARGEST_INTEGER = 1 << 24      # up to which float32 has every integer; beyond are the constants of masks
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
 
 
@@ -188,3 +193,19 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
     return tuple(tensor.dtype for tensor in tensors)
+
+
+def merges_integers(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Whether a tensor holds integers alone, of which a cast makes distinct ones equal: a 0-d bool. Never syncs.
+
+    None where that is not looked at: tensors with a gradient or not of float32, traced, sparse or captured ones.
+    """
+    if (
+        exact.dtype is not torch.float32 or dtype.itemsize != 2 or exact.requires_grad or not is_eager(exact)
+        or is_opaque(exact) or functorch_level() is not None or is_capturing()
+    ):
+        return None
+    values = exact.detach().flatten()[:_MOST_ELEMENTS].sort().values      # rounding keeps the order
+    cast = values.to(dtype)
+    integers = ((values == values.round()) & (values.abs() <= _LARGEST_INTEGER)).all()
+    return integers & ((values[1:] != values[:-1]) & (cast[1:] == cast[:-1])).any()

@@ -19,9 +19,8 @@ from ampkit.engine.autocast_mode import AutocastMode
 from ampkit.engine.thread_state import thread
 from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region.arguments import NAMED_POLICIES
+from ampkit.region.arguments import NAMED_POLICIES, RegionSpec
 from ampkit.region.recording import new_mode, records
-from ampkit.region.spec import RegionSpec
 from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
     TLS_NAME,

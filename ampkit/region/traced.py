@@ -19,7 +19,7 @@ import torch
 from ampkit.engine.policy_mark import trace_backward_as_eager
 from ampkit.engine.thread_state import thread
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region.spec import RegionSpec
+from ampkit.region.arguments import RegionSpec
 from ampkit.region.stack import leave_down_to, leave_ended, push
 from ampkit.torch_internals.dynamo import (
     at_end_of_trace,

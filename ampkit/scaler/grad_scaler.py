@@ -27,9 +27,8 @@ from torch.compiler import is_compiling
 import ampkit_kernels
 from ampkit.containers import map_tensors
 from ampkit.gradients import amp_optimizers, clipping, closures, ranks
-from ampkit.gradients.collect import Gradients, check_finite, collect, parameters, unscale_
+from ampkit.gradients.collect import Gradients, check_finite, collect, host_value_or_none, moved, parameters, unscale_
 from ampkit.gradients.masters import take_master_gradients
-from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import norm_limit, saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
@@ -38,7 +37,7 @@ from ampkit.scaler.norm_limit import TimesMedian
 from ampkit.scaler.optimizer_records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
 from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
 from ampkit.scaler.saved_state import Loadable
-from ampkit.torch_internals.fsdp import is_flat
+from ampkit.torch_internals.modules import is_flat
 from ampkit.torch_internals.operators import current_device_type
 from ampkit.torch_internals.optimizers import update_scale_
 from ampkit.user_warnings import warn_user

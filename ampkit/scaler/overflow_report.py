@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.gradients.collect import collect, places
+from ampkit.gradients.collect import collect, moved, places
 from ampkit.gradients.masters import masters_of
-from ampkit.gradients.transfer import moved
 
 _SHOWN = 6
 

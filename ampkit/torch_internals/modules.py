@@ -1,12 +1,20 @@
-"""torch's global module hooks, and the code object of a module's call."""
+"""What torch's modules do not promise: global hooks, the code object of a call, base classes of norms, FSDP's flag."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as _tables
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+
+__all__ = [
+    "CALL", "EAGER", "TRACED", "BatchNorm", "InstanceNorm", "has_hooks", "is_flat", "put_hooks", "request_kwargs",
+    "take_hooks",
+]
 
 CALL = Module._call_impl.__code__
 EAGER, TRACED = "ampkit", "ampkit.traced"       # keys of hooks; constant, since torch.compile guards on them
@@ -41,3 +49,8 @@ def take_hooks(key: Any, *, always: bool = False) -> None:
     _tables._global_forward_hooks.pop(key, None)
     if always:
         _tables._global_forward_hooks_always_called.pop(key, None)
+
+
+def is_flat(param: Tensor) -> bool:
+    """Whether `FullyShardedDataParallel` has put this parameter, or its elements, into a flat one that it shards."""
+    return getattr(param, "_fsdp_flattened", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,9 +73,9 @@ def listed_as(device_type: str) -> str:
     return "privateuseone" if device_type == privateuse1_name() else device_type
 
 
+@functools.cache
 def dtype_overload(op: OpOverload) -> OpOverload | None:
-    """`op` if it has a `dtype` argument, else its overload with the same arguments and a `dtype`; None if there is none.
-    """
+    """`op` if it has a `dtype` argument, else its overload with the same arguments and a `dtype`; None without one."""
     names = argument_names(op)
     if "dtype" in names:
         return op

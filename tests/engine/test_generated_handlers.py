@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ampkit.region.spec import RegionSpec
 from torch import nn
 
 from ampkit import Policy, autocast, record_casts
 from ampkit.engine.generated_handlers import BOUND_NAMES
 from ampkit.policy.operator_keys import resolve
-from ampkit.region.spec import RegionSpec
 from ampkit.torch_internals import dispatcher
 from ampkit.torch_internals.operators import python_binding
 from tests.helpers.op_samples import Call, difference, op_db_calls, region, run

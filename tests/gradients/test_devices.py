@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ampkit
-from ampkit.gradients.transfer import moved
+from ampkit.gradients.collect import moved
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
