@@ -17,8 +17,9 @@ from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import RegionSpec, checked_spec
 from ampkit.region.decorate import in_region
-from ampkit.region.module_hooks import ModuleRuleHooks, enter_in_trace, leave_in_trace
+from ampkit.region.module_hooks import begin_module_rules
 from ampkit.region.stack import RegionOrderError, leave_down_to, leave_ended, pop, push
+from ampkit.region.traced import enter_in_trace, leave_in_trace
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
 from ampkit.torch_internals.forks import clear_torch_cache
 
@@ -111,7 +112,7 @@ class autocast:
             stack = thread.regions
             depth = len(stack)
             try:
-                push(self.spec, ModuleRuleHooks)
+                push(self.spec, begin_module_rules)
             except BaseException:       # of a signal handler, as `push` returns
                 leave_down_to(stack, depth)
                 raise

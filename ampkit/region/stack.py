@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,7 +36,7 @@ from ampkit.torch_internals.dynamo import frame_on_stack, tracer
 from ampkit.torch_internals.forks import clear_torch_cache
 from ampkit.torch_internals.tensors import is_capturing
 
-__all__ = ["Hooks", "RegionOrderError", "leave_down_to", "leave_ended", "pop", "push"]
+__all__ = ["Entry", "RegionOrderError", "leave_down_to", "leave_ended", "pop", "push"]
 
 _is_enabled, _dtype_of, _cache_flag = (
     torch.is_autocast_enabled, torch.get_autocast_dtype, torch.is_autocast_cache_enabled
@@ -48,32 +48,28 @@ _increment, _decrement = torch.autocast_increment_nesting, torch.autocast_decrem
 _uncached_modes: dict[Any, AutocastMode] = {}
 
 
+BeginRules = Callable[["Entry"], None]
+"""Begins the module rules of an open region and sets the entry's `end_rules`. Passed in by `autocast`, because what it
+registers enters regions in turn."""
+
+
 class RegionOrderError(RuntimeError):
     """A region is left in another order than it was entered, or in another thread."""
-
-
-class Hooks(Protocol):
-    """What a region with module rules needs while it is open."""
-
-    failed: bool    # an exception ended the region, perhaps before it came to every module
-
-    def begin(self) -> None: ...
-    def remove(self) -> None: ...
 
 
 class Entry:
     """An open region: what entering it changes, and the state to restore."""
 
     __slots__ = (
-        "active", "cache", "cache_flag", "counted", "dtype", "enabled", "ended", "excluded", "frame", "hooks",
-        "included", "key", "mark", "mode", "muted", "outer", "own_cache", "spec",
+        "active", "begin_rules", "cache", "cache_flag", "counted", "dtype", "enabled", "end_rules", "ended", "excluded",
+        "failed", "frame", "included", "key", "mark", "mode", "muted", "outer", "own_cache", "spec",
     )
 
     def __init__(
         self,
         spec: RegionSpec,
         stack: list[Entry],
-        hooks: Callable[[Policy], Hooks] | None,
+        begin_rules: BeginRules | None,
         frame: FrameType | None,
         recomputes: bool,
     ) -> None:
@@ -112,20 +108,20 @@ class Entry:
         self.excluded = is_excluded(key)    # inside a disabled region, or inside an operator
         # The enclosing region's key, where it is another one.
         self.muted = None if outer is None or outer.key is key or is_excluded(outer.key) else outer.key
-        self.hooks = None
+        self.failed = False         # an exception ended the region, perhaps before it came to every module
+        self.end_rules: Callable[[bool], None] | None = None    # given `failed`; set by `begin_rules`
         active = spec.enabled or recomputes
-        if mode.has_module_rules and hooks is not None and active:
-            policy = dict(mode.policies)[kind]
-            self.hooks = hooks(policy) if policy.modules else None
+        has_rules = active and mode.has_module_rules and bool(dict(mode.policies)[kind].modules)
+        self.begin_rules = begin_rules if has_rules else None
         self.active = active or (
-            mode.policy is None and True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
+            mode.policy is None and any(_is_enabled(other) for other, _ in mode.policies if other != kind)
         )
 
     def leave(self, *, last: bool) -> None:
         """Restore the state found on entry; `last`: no other entry is open in this thread. May be repeated."""
         self.ended = True
-        if self.hooks is not None:
-            self.hooks.remove()
+        if self.end_rules is not None:
+            self.end_rules(self.failed)
         if self.counted:
             self.counted = False
             if _decrement() <= 0 or (last and not self.enabled):
@@ -192,12 +188,12 @@ def _mode(
 
 def push(
     spec: RegionSpec,
-    hooks: Callable[[Policy], Hooks] | None = None,
+    begin_rules: BeginRules | None = None,
     frame: FrameType | None = None,
     *,
     recomputes: bool = False,
 ) -> None:
-    """Enter a region; `hooks(policy)` makes what a policy with module rules needs.
+    """Enter a region. `begin_rules` is called last if the region's policy has module rules; see `module_hooks`.
 
     `frame` is that of the compiled graph that enters it, if one does. `recomputes`: operators reach the region though
     autocast is off, because torch's checkpoint turns it on afterwards where it was on in the forward.
@@ -207,7 +203,7 @@ def push(
         leave_ended(stack)
     depth = len(stack)
     try:
-        entry = Entry(spec, stack, hooks, frame, recomputes)
+        entry = Entry(spec, stack, begin_rules, frame, recomputes)
         stack.append(entry)
         active = entry.active
         if entry.own_cache is not None:
@@ -229,8 +225,8 @@ def push(
             _set_cache_flag(spec.cache_enabled)
         entry.counted = True
         _increment()
-        if entry.hooks is not None:
-            entry.hooks.begin()
+        if entry.begin_rules is not None:
+            entry.begin_rules(entry)
     except BaseException:
         leave_down_to(stack, depth)
         raise
@@ -247,8 +243,7 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
     stack = thread.regions
     if stack and stack[-1].spec is spec and not stack[-1].ended:
         entry = stack[-1]
-        if exc_type is not None and entry.hooks is not None:
-            entry.hooks.failed = True
+        entry.failed = exc_type is not None
         entry.leave(last=len(stack) == 1)
         if stack and stack[-1] is entry:
             stack.pop()
@@ -262,7 +257,7 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
     if exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):
         if depth < 0:
             raise RegionOrderError(_out_of_order(spec, None))
-        if False in [inner.spec.of_module for inner in stack[depth + 1 :]]:
+        if not all(inner.spec.of_module for inner in stack[depth + 1 :]):
             stack[depth].ended = True
             raise RegionOrderError(_out_of_order(spec, stack[-1].spec))
     if depth >= 0:
@@ -300,7 +295,7 @@ def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
     if mode is None:
         return function
     policies, cached = mode.policies, mode.cache is not None
-    hooks = next((type(entry.hooks) for entry in thread.regions if entry.hooks is not None), None)
+    begin_rules = next((entry.begin_rules for entry in thread.regions if entry.begin_rules is not None), None)
     of_module = bool(thread.regions) and thread.regions[-1].spec.of_module
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
@@ -311,7 +306,7 @@ def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
                 spec = RegionSpec(
                     kind, _dtype_of(kind), _is_enabled(kind), cached, policy, of_module=of_module
                 )
-                push(spec, hooks, recomputes=True)
+                push(spec, begin_rules, recomputes=True)
             return function(*args, **kwargs)
         finally:
             leave_down_to(stack, depth)
