@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-REAL_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""The dtypes that a cast changes; integers, bools, complex numbers and eight-bit floats pass as they came."""
-
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+from ampkit.dtypes import REAL_FLOATS
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 

@@ -1,4 +1,4 @@
-"""Values as users write them, or leave out: dtypes by name, the device; how messages show a value of any length."""
+"""dtypes: groups of them, their names as users write them, and as messages print them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import reprlib
 from typing import Any
 
 import torch
+
+REAL_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes that a cast changes; integers, bools, complex numbers and eight-bit floats pass as they came."""
+
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 PRECISIONS = {
     "float32": torch.float32, "fp32": torch.float32,
@@ -25,3 +30,8 @@ def short(value: Any) -> str:
 def as_dtype(value: Any) -> Any:
     """The dtype of this name; anything else unchanged, for the caller to check."""
     return PRECISIONS.get(value, value) if isinstance(value, str) else value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")

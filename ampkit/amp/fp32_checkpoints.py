@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampkit.containers import SIXTEEN_BIT
+from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.half_precision.master_weights import MasterWeights
 
 

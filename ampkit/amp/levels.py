@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT
-from ampkit.dtypes import as_dtype
+from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype
 from ampkit.gradients.masters import masters_of
 from ampkit.half_precision.boundary import refuse_bounded
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, tensors_in
+from ampkit.dtypes import dtype_name
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -43,11 +44,6 @@ RECEIVED = Cause("received", "received from another rank: what this one sent is 
 UNINITIALISED = Cause("uninitialised", "memory was read that nothing was written to")
 PASSED_ON = Cause("passed on", "its inputs are broken")
 SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipped")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float16`"""
-    return str(dtype).removeprefix("torch.")
 
 
 def described(tensor: Tensor, name: str) -> str:

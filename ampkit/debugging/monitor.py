@@ -15,11 +15,11 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.containers import SIXTEEN_BIT
 from ampkit.debugging.call_sites import ModuleCalls
 from ampkit.debugging.causes import extremes
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
+from ampkit.dtypes import SIXTEEN_BIT
 
 _MOST_ELEMENTS = 1 << 16    # of a parameter
 

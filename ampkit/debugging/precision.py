@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampkit.containers import SIXTEEN_BIT
 from ampkit.debugging.call_sites import find_caller
-from ampkit.debugging.causes import dtype_name, largest_finite
+from ampkit.debugging.causes import largest_finite
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
@@ -27,6 +26,7 @@ from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
 from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.torch_internals.float8_matmul import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from ampkit.containers import SIXTEEN_BIT, map_tensors
+from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
+from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -27,14 +27,8 @@ class _Steps:
     watched = False
 
 
-class Cache(Protocol):
-    """What holds casts."""
-
-    def clear(self) -> None: ...
-
-
 steps = _Steps()
-_caches: dict[int, weakref.ref[Cache]] = {}     # a `WeakSet` cannot be listed while another thread adds to it
+_caches: dict[int, weakref.ref[Any]] = {}     # a `WeakSet` cannot be listed while another thread adds to it
 
 
 def period() -> object:
@@ -44,7 +38,7 @@ def period() -> object:
     return steps.period
 
 
-def watch_steps(cache: Cache) -> None:
+def watch_steps(cache: Any) -> None:
     """See the steps from now on, and clear a cache at each, as long as it lives."""
     key = id(cache)
     # No Python in the callback, in which an interrupt would be lost. The dead reference is `pop`'s default.

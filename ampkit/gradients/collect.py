@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import ampkit_kernels
+from ampkit.dtypes import REAL_FLOATS
 
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
@@ -104,7 +104,7 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
     dtypes = set(map(_dtype_of, grads))
     if refuse_fp16_of is not None and torch.float16 in dtypes:
         raise _fp16_refusal(refuse_fp16_of)
-    if are_ordinary and dtypes <= _FLOATS and set(map(type, grads)) <= _ORDINARY and _are_dense(grads):
+    if are_ordinary and dtypes <= REAL_FLOATS and set(map(type, grads)) <= _ORDINARY and _are_dense(grads):
         if len(set(map(Tensor.get_device, grads))) == 1:  # faster than `.device`; -1 on the CPU
             return Gradients({grads[0].device: grads}, [], [], [], grads)
         found = Gradients(originals=grads)
@@ -174,7 +174,7 @@ def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) 
         local = _writable(param, grad)
     if local.is_complex():
         local = torch.view_as_real(local)
-    if local.dtype not in _FLOATS or local.layout is not torch.strided:
+    if local.dtype not in REAL_FLOATS or local.layout is not torch.strided:
         raise TypeError(
             f"a gradient has dtype {local.dtype} and layout {local.layout}; expected a floating-point or complex "
             "gradient, dense or sparse: leave this parameter out of the optimizer"
@@ -272,3 +272,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def host_value_or_none(value: Tensor) -> float | None:
     """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
     return value.numpy().item() if value.is_cpu and type(value) is Tensor else None  # a FakeTensor holds no number
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
+        return tensor
+    return tensor.to_local()  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 
-from ampkit.containers import REAL_FLOATS, map_tensors
-from ampkit.dtypes import short
+from ampkit.containers import map_tensors
+from ampkit.dtypes import REAL_FLOATS, dtype_name, short
 from ampkit.half_precision.half import BATCH_NORMS, HalfPlan, Keep, checked_dtypes, half, kept_keys
 from ampkit.policy.module_paths import is_scripted
 
@@ -65,7 +65,7 @@ class HalfReport:
     largest_input: float = 0.0
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         width = max(len(row.path or "(the model)") for row in self.modules)
         lines = [f"{name}: output error {self.error:.2e}"]
         lines.append(f"{'module':<{width}}  {'largest':>9}  {'error':>9}  overflows  output error with it in float32")

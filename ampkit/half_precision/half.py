@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast
-from ampkit.dtypes import as_dtype, short
+from ampkit.containers import cast
+from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype, short
 from ampkit.half_precision.boundary import Boundary, keep_in_float32, put_boundary, refuse_bounded, refuse_patched
 from ampkit.policy.module_paths import classes_of, is_container, is_scripted, was_named
 from ampkit.policy.module_rules import matches

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampkit_kernels
-from ampkit.containers import SIXTEEN_BIT
+from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.gradients import closures
-from ampkit.gradients.collect import moved
+from ampkit.gradients.collect import local_tensor, moved
 from ampkit.gradients.masters import masters_of, set_masters
 
 __all__ = ["MasterWeights"]
@@ -130,8 +130,8 @@ class MasterWeights:
             sources, destinations = launches.setdefault((grad.device, master.grad is not None), ([], []))
             if master.grad is None:
                 master.grad = torch.empty_like(grad, dtype=torch.float32)
-            sources.append(_local(grad).resolve_neg())      # kernels see the memory, not the sign
-            destinations.append(_local(master.grad))
+            sources.append(local_tensor(grad).resolve_neg())      # kernels see the memory, not the sign
+            destinations.append(local_tensor(master.grad))
         for (device, accumulate), (sources, destinations) in launches.items():
             factor, flag = _scalars(device, inv_scale, found)
             ampkit_kernels.backend(factor).unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
@@ -143,7 +143,8 @@ class MasterWeights:
         for pair in self._pairs.values():
             by_device.setdefault(pair.param.device, []).append(pair)
         for pairs in by_device.values():
-            masters, params = [_local(pair.master) for pair in pairs], [_local(pair.param) for pair in pairs]
+            masters = [local_tensor(pair.master) for pair in pairs]
+            params = [local_tensor(pair.param) for pair in pairs]
             ampkit_kernels.backend(params[0]).cast_(masters, params)
         self._note_written()
 
@@ -253,7 +254,7 @@ class MasterWeights:
         # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors, and a
         # write to a shard does not bump its DTensor's.
         params = self.model_parameters()
-        torch.autograd.graph.increment_version([*params, *map(_local, params)])
+        torch.autograd.graph.increment_version([*params, *map(local_tensor, params)])
         for pair in self._pairs.values():
             pair.version = pair.param._version
 
@@ -285,10 +286,6 @@ def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Paramet
         for name, value in optimizer.state.pop(param).items()
     }
 
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _check_device(pair: _Pair) -> None:

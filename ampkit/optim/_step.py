@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.gradients.collect import host_value_or_none, moved
+from ampkit.gradients.collect import host_value_or_none, local_tensor, moved
 from ampkit.optim._precision import Precision
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
@@ -449,13 +449,6 @@ def refuse_sparse(optimizer: DeviceStep, grads: Sequence[Any]) -> None:
             f"{tuple(grad.shape)}; expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for it, or "
             "sparse=False"
         )
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
-        return tensor
-    return tensor.to_local()  # type: ignore[attr-defined]
 
 
 def _by_mesh(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:

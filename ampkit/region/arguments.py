@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ampkit.dtypes import as_dtype, short
+from ampkit.dtypes import SIXTEEN_BIT, as_dtype, short
 from ampkit.engine.weight_cache import WeightCache
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
@@ -38,7 +38,6 @@ class RegionSpec(NamedTuple):
         return f"autocast({self.device or self.device_type!r}, {self.dtype}, enabled={self.enabled}{more})"
 
 
-_LOW = (torch.bfloat16, torch.float16)
 # Device types that need no parsing. Asked of torch once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 _PASSING = ("torch.", "contextlib", "functools")     # between the user's line and this module
@@ -128,7 +127,7 @@ def checked_spec(
         dtype = _named_dtype(dtype)
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {short(enabled)}; expected True or False")
-    if enabled and not (kind == "cpu" and dtype in _LOW):
+    if enabled and not (kind == "cpu" and dtype in SIXTEEN_BIT):
         enabled = _available(device, kind, dtype)
     if cache_enabled is None:
         cache_enabled = torch.is_autocast_cache_enabled()
@@ -186,7 +185,7 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         return True
     if kind == "cuda":
         return True
-    supported = _LOW if kind != privateuse1_name() else _supported_by_backend()
+    supported = SIXTEEN_BIT if kind != privateuse1_name() else _supported_by_backend()
     if dtype not in supported:
         instead = (
             "To compute in float32, decorate a function with amp.float_function, or use autocast(enabled=False) and "

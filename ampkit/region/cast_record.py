@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ampkit.dtypes import dtype_name
 from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
 from ampkit.region.float8_losses import Float8Losses, Float8Notes, table
@@ -245,7 +246,7 @@ def _path(paths: Sequence[str]) -> str:
 
 def _named(dtypes: Sequence[torch.dtype]) -> str:
     """`float32 x2, bfloat16`"""
-    runs = [(str(dtype).removeprefix("torch."), len(list(run))) for dtype, run in groupby(dtypes)]
+    runs = [(dtype_name(dtype), len(list(run))) for dtype, run in groupby(dtypes)]
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 
 

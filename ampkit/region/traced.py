@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from ampkit.dtypes import dtype_name
 from ampkit.engine.policy_mark import trace_backward_as_eager
 from ampkit.engine.thread_state import thread
 from ampkit.policy.policy import Policy, register_changes
@@ -190,7 +191,7 @@ def _rules_in_trace(module_id: int) -> str | None:
         policy.modules.ran = True
         if is_active(policy.device_type):
             spec = region_for(policy, value)
-            inner, dtype = spec.policy or policy, str(spec.dtype).removeprefix("torch.")
+            inner, dtype = spec.policy or policy, dtype_name(spec.dtype)
             thread.announced.append((inner, True))
             lines.append(f"{spec.device_type}|{dtype}|{spec.enabled}|{inner.text}")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampkit.dtypes import dtype_name
 from ampkit.gradients.collect import collect, moved, places
 from ampkit.gradients.masters import masters_of
 
@@ -56,7 +57,7 @@ class NonFiniteGradient(NamedTuple):
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"{self.name}: {self.inf} inf, {self.nan} NaN of {self.elements} ({dtype})"
 
 

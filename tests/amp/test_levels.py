@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ampkit import Policy, amp, autocast
 from ampkit.amp import loss_scalers, master_params
 from ampkit.amp.levels import LEVELS
-from ampkit.containers import SIXTEEN_BIT
+from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.half_precision.half import half
 from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.optim import SGD, AdamW

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ampkit import optim
 from ampkit.amp import initialize, scale_loss
-from ampkit.containers import SIXTEEN_BIT
+from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.half_precision.half import half
 
 both_dtypes = pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=["float16", "bfloat16"])
