@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, NamedTuple
 
@@ -27,16 +25,13 @@ from ampkit.policy.module_paths import path_of
 from ampkit.torch_internals.dispatcher import is_open
 from ampkit.torch_internals.operator_tracing import current_node
 from ampkit.torch_internals.operators import current_device_type
+from ampkit.user_code import AMPKIT, TORCH, is_library
 
-_TORCH = f"{Path(str(torch.__file__)).parent}/"
-_AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
-_PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
-_SITE = (f"{sysconfig.get_paths()['purelib']}/", f"{sysconfig.get_paths()['platlib']}/")
 _Kind = Literal["user", "library", "scaler", "recompute", "backward"]
 _SPECIAL: dict[str, _Kind] = {
-    f"{_TORCH}amp/grad_scaler.py": "scaler",
-    f"{_TORCH}utils/checkpoint.py": "recompute",
-    f"{_TORCH}autograd/graph.py": "backward",       # above it is who called backward
+    f"{TORCH}amp/grad_scaler.py": "scaler",
+    f"{TORCH}utils/checkpoint.py": "recompute",
+    f"{TORCH}autograd/graph.py": "backward",       # above it is who called backward
 }
 _files: dict[str, _Kind] = {}
 
@@ -91,10 +86,9 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
 def _classify(name: str) -> _Kind:
     if name in _SPECIAL:
         return _SPECIAL[name]
-    if name.startswith(f"{_AMPKIT}scaler/"):
+    if name.startswith(f"{AMPKIT}scaler/"):
         return "scaler"
-    library = name.startswith((_TORCH, _AMPKIT, "<ampkit ", "<frozen", "<string>")) or "/ampkit_kernels/" in name
-    return "library" if library or (name.startswith(_PYTHON) and not name.startswith(_SITE)) else "user"
+    return "library" if is_library(name) else "user"
 
 
 class ModuleCall(NamedTuple):

@@ -18,7 +18,7 @@ from ampkit.policy.rules import Group, Rule
 from ampkit.policy.torch_lists import TORCH
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.versions import SUPPORTED, parsed
-from ampkit.user_warnings import warn_user
+from ampkit.user_code import warn_user
 
 __all__ = ["DEFAULT_EXTRA", "TORCH", "Group", "Rule", "fold", "names"]
 

@@ -18,7 +18,7 @@ from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.torch_internals.dynamo import called_while_tracing
 from ampkit.torch_internals.operators import current_device_type, privateuse1_name
-from ampkit.user_warnings import warn_user
+from ampkit.user_code import warn_user
 
 
 class RegionSpec(NamedTuple):

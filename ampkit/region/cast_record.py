@@ -13,7 +13,8 @@ from torch import Tensor
 from ampkit.dtypes import dtype_name
 from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
-from ampkit.region.float8_losses import Float8Losses, Float8Notes, table
+from ampkit.region.float8_losses import Float8Losses, Float8Notes
+from ampkit.text_tables import table
 
 __all__ = ["CastRecord", "MisalignedProduct", "MisalignedProducts", "RecordedCall"]
 

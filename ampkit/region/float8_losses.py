@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampkit.text_tables import table
 from ampkit.torch_internals.float8_matmul import is_eager
 from ampkit_kernels import Quantized, Scaling
 
@@ -35,18 +35,6 @@ class Float8Loss(NamedTuple):
         shape = " x ".join(map(str, self.shape))
         shares = (f"{100 * share:.2f}%" for share in (self.to_zero, self.at_end))
         return self.module, self.gemm, self.operand, shape, self.scaling, f"{self.amax:.3g}", *shares, f"{self.snr:.1f}"
-
-
-def table(rows: Sequence[tuple[str, ...]], flush_right: Collection[str]) -> list[str]:
-    """The lines of a table whose first row is its header; `flush_right` has the columns of numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if name in flush_right else cell.ljust(width)
-            for name, cell, width in zip(rows[0], row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
 
 
 class Float8Losses(tuple[Float8Loss, ...]):

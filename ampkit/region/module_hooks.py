@@ -26,7 +26,7 @@ from ampkit.region.stack import Entry, leave_down_to, push
 from ampkit.torch_internals.dynamo import dynamo_skip, tracer, tracing
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import EAGER, put_hooks, take_hooks
-from ampkit.user_warnings import warn_user
+from ampkit.user_code import warn_user
 
 _MOST = 1024
 _lock = renewed_lock(__name__, "_lock")     # reentrant: a signal handler may open such a region too

@@ -37,13 +37,12 @@ from ampkit.torch_internals.operator_tracing import is_opaque
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.tensors import is_capturing
 from ampkit.torch_internals.transforms import functorch_level
-from ampkit.user_warnings import warn_user
+from ampkit.user_code import is_library, warn_user
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
 _MOST_ELEMENTS = 1 << 14         # elements that are looked at: sorting all of an activation would take long
 _LARGEST_INTEGER = 1 << 24      # up to which float32 has every integer; beyond are the constants of masks
-_LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
 
 
 class record_casts(contextlib.ContextDecorator):
@@ -178,7 +177,7 @@ def _call_site(frame: FrameType | None) -> tuple[str, str]:
         code = frame.f_code
         if code is CALL:
             modules.append(frame.f_locals["self"])
-        elif not line and not code.co_filename.startswith((*_LIBRARIES, "<")):
+        elif not line and not is_library(code.co_filename):
             line = f"{Path(code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     if not modules:

@@ -40,7 +40,7 @@ from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.modules import is_flat
 from ampkit.torch_internals.operators import current_device_type
 from ampkit.torch_internals.optimizers import update_scale_
-from ampkit.user_warnings import warn_user
+from ampkit.user_code import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])
 OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]

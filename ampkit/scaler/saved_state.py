@@ -10,7 +10,7 @@ from typing import Any
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler.history import COUNTS
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
-from ampkit.user_warnings import warn_user
+from ampkit.user_code import warn_user
 
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 OWN_KEY = "ampkit"

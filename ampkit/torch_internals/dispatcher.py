@@ -67,19 +67,26 @@ _BELOW = _below(TORCH_KEY)
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch      # of `torch.export`'s tracer, the one key above these
 
 
+_add_reference = ctypes.pythonapi.Py_IncRef      # the C function: adds 1 to an object's reference count
+_add_reference.argtypes, _add_reference.restype = [ctypes.py_object], None
+
+
 def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """`stash`, which in torch 2.11 drops a reference it never took: there, give it one to drop."""
+    """`stash` in a form that owns what it stores, whether torch's function takes a reference or not.
+
+    torch 2.11 stores an object without taking a reference, and drops one when the object is replaced: the object would
+    be freed while in use. There, each call adds the reference that torch is going to drop. Which torch it is shows on a
+    probe.
+    """
     probe = object()
-    increment = ctypes.pythonapi.Py_IncRef
-    increment.argtypes, increment.restype = [ctypes.py_object], None
-    increment(probe)        # for the torch that drops one
+    _add_reference(probe)       # the one that torch 2.11 drops
     before = sys.getrefcount(probe)
     stash("ampkit.probe", probe)
     if sys.getrefcount(probe) > before:
         return stash
 
     def put(name: str, value: Any) -> None:
-        increment(value)
+        _add_reference(value)
         stash(name, value)
 
     return put

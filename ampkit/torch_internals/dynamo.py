@@ -71,7 +71,10 @@ def records_autocast(translator: Any, enter: Callable[..., None], leave: Callabl
     for node in reversed(translator.output.graph.nodes):
         if node.target is torch.amp.autocast_mode._enter_autocast:
             return True
-        depth += (node.target is enter) - (node.target is leave)
+        if node.target is enter:
+            depth += 1
+        elif node.target is leave:
+            depth -= 1
         if depth == 0:
             break
     return False

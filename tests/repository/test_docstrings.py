@@ -35,7 +35,8 @@ def undocumented(value: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):     # enumerations
         return []
-    return [each.name for each in parameters if each.name not in ("self", "cls", *names) and not each.name.startswith("_")]
+    names |= {"self", "cls"}
+    return [each.name for each in parameters if each.name not in names and not each.name.startswith("_")]
 
 
 def test_public_callables_document_each_parameter() -> None:
