@@ -1,6 +1,7 @@
 """The examples run, and show what they say they show. Those for debugging are in tests/debugging, the demo's in
 tests/integration."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from ampkit import GradScaler, autocast
+from tests.helpers.one_page import trainings
 from tests.helpers.paths import EXAMPLES
+from tests.helpers.processes import fresh_python
 from tests.helpers.ranks import on_ranks, run_script
 
 
@@ -37,6 +41,46 @@ def test_scaler_loops_reach_their_loss() -> None:
     assert run("scaler_gan") == {"updates": 40, "steps": 40}
     ours, theirs = run("scaler_resume_from_torch")
     assert ours == theirs == 2.0**19
+
+
+ONE_PAGE = """
+import json, runpy, torch
+from tests.helpers.one_page import trainings
+
+page = runpy.run_path("examples/autocast_in_one_page.py")
+scaler_page = runpy.run_path("examples/scaler_in_one_page.py")
+print(json.dumps(trainings(page["autocast"], scaler_page["GradScaler"])))
+first, last = page["main"]()
+assert last < 0.7 * first
+scales, loss = scaler_page["main"]()
+assert scales[0] < 2**24 and max(b / a for a, b in zip(scales, scales[1:])) == 2.0
+
+weight = torch.ones(2, 2, requires_grad=True)
+with page["autocast"]("cpu"):
+    with page["autocast"]("cpu", enabled=False):
+        assert (weight @ weight).dtype is torch.float32
+    before = weight @ weight
+    with torch.no_grad():
+        weight.mul_(2)
+    assert len(page["thread"].mode.casts) == 1
+    assert torch.equal(4 * before, weight @ weight), "a write in an open region is seen"
+assert (weight @ weight).dtype is torch.float32
+"""
+
+
+def test_one_page_programs_train_with_ampkits_bits() -> None:
+    """Losses and weights of the demo's models, in a process of their own: they take the dispatch key."""
+    scalers: list[GradScaler] = []
+
+    def make_scaler(**options: float) -> GradScaler:
+        scalers.append(GradScaler("cpu", **options))
+        return scalers[-1]
+
+    expected = trainings(autocast, make_scaler)
+    assert json.loads(fresh_python(ONE_PAGE).splitlines()[0]) == expected
+    assert {scaler.stats().skips > 0 for scaler in scalers} == {True, False}, "float16 overflows, bfloat16 does not"
+    assert len({losses[0] for losses in expected.values()}) == 4
+    assert not any("n" in value for losses in expected.values() for value in losses)     # inf, nan
 
 
 def test_clipping_names_the_skipped_step(capsys: pytest.CaptureFixture[str]) -> None:
