@@ -79,7 +79,7 @@ def test_one_page_programs_train_with_ampkits_bits() -> None:
     expected = trainings(autocast, make_scaler)
     assert json.loads(fresh_python(ONE_PAGE).splitlines()[0]) == expected
     assert {scaler.stats().skips > 0 for scaler in scalers} == {True, False}, "float16 overflows, bfloat16 does not"
-    assert len({losses[0] for losses in expected.values()}) == 4
+    assert len({losses[0] for losses in expected.values()}) == len(expected)
     assert not any("n" in value for losses in expected.values() for value in losses)     # inf, nan
 
 
