@@ -18,7 +18,8 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 def repository_pages() -> dict[str, str]:
     """The site's page for each file of the repository that is one and lies outside `docs/`."""
-    pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", ".github/CONTRIBUTING.md": "contributing.md"}
+    pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
+    pages[".github/CONTRIBUTING.md"] = "contributing.md"
     for path in sorted((ROOT / "examples").glob("*.py")):
         pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/report.md")):

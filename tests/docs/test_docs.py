@@ -25,7 +25,9 @@ SCALER_PAGE = ROOT / "docs" / "scaler.md"
 DOCUMENTS = [
     README,
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
     ROOT / ".github" / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "benchmarks" / "results").glob("*/report.md")),
 ]
 
@@ -109,6 +111,15 @@ def test_a_logger_gets_numbers_at_any_time() -> None:
     resumed = started(ampkit.GradScaler, 2.0)
     resumed.load_state_dict(scaler.state_dict())
     assert logged(resumed) == {"scaler/scale": 8.0, "scaler/skips": 0}
+
+
+def test_the_page_quotes_the_programs_of_the_examples() -> None:
+    """Both of them, whole."""
+    tool = runpy.run_path(str(ROOT / "docs" / "make_how_it_works.py"))
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    assert page == tool["render"](page), "run: python docs/make_how_it_works.py"
+    for name in ("autocast_in_one_page", "scaler_in_one_page"):
+        assert (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8") in page
 
 
 def test_docstring_examples() -> None:
