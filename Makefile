@@ -9,7 +9,8 @@ STAMP := $(VENV)/.ampkit-installed
 WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types kernels-check operators other-suites check soak bench docs wheel matrix clean
+.PHONY: help install demo test quick lint format types kernels-check operators other-suites check soak bench docs wheel \
+	matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -27,9 +28,24 @@ test: $(STAMP) ## run every test
 	@echo "==> tests, on $(WORKERS) workers"
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
+# The core, without what compiles, trains for long, starts processes or goes through thousands of cases.
+QUICK := $(addprefix tests/, \
+	policy/test_policy.py policy/test_op_table.py \
+	engine/test_casting.py engine/test_generated_handlers.py engine/test_weight_cache.py engine/test_self_check.py \
+	region/test_autocast.py region/test_nested_regions.py region/test_module_rules.py \
+	gradients scaler/test_grad_scaler.py scaler/test_loss_scale.py scaler/test_scaler_lockstep.py scaler/test_refusals.py \
+	parity/test_bitwise_training.py repository/test_form.py)
+quick: lint ## before a commit: lint and the tests of the core, under a minute on two cores
+	@echo "==> tests of policies, regions, gradients and the scaler, on $(WORKERS) workers"
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" $(QUICK) $(ARGS)
+	@echo "left out (make check has it): types, kernels, optimizers, compiled code, ranks, amp, debugging, fuzzers, docs"
+
 lint: $(STAMP) ## ruff
 	@echo "==> lint"
 	@$(BIN)/ruff check .
+
+format: $(STAMP) ## lay out every Python file with ruff's formatter
+	@$(BIN)/ruff format .
 
 types: $(STAMP) ## pyright
 	@echo "==> types"
