@@ -1,10 +1,10 @@
-"""Writes what the sources say of themselves into architecture.md. Run: python docs/make_architecture.py
+"""Writes the parts of architecture.md that follow from the sources. Run: python docs/make_architecture.py
 
-Two parts: the drawing of the layers, from the imports, and the list of torch's private names, from their uses. The
-tests in `tests/house/` hold the sources to both with the same functions.
+Two parts: the drawing of the layers, from the imports, and the list of torch's private names, from their uses.
+`tests/repository/test_form.py` compares the page with the sources by the same functions.
 
-A room is a folder of `ampkit/`, or a module beside the folders; `kernels/ampkit_kernels` is one room. A room stands one
-layer above the highest room that it imports, wherever in its code the import is: at the top, inside a function, or for
+A package is a folder of `ampkit/`, or a module beside the folders; `kernels/ampkit_kernels` is one. It is one layer
+above the highest package that it imports, wherever in its code the import is: at the top, inside a function, or for
 type checkers only.
 """
 
@@ -67,18 +67,18 @@ def import_graph(texts: Mapping[str, str]) -> dict[str, set[str]]:
     return graph
 
 
-def room_of(module: str) -> str:
-    """The room that a module is in: `region` for `ampkit.region.autocast`, `ampkit` for the package's own file."""
+def package_of(module: str) -> str:
+    """The package that a module is in: `region` for `ampkit.region.autocast`, `ampkit` for the package's own file."""
     parts = module.split(".")
     return parts[1] if parts[0] == "ampkit" and len(parts) > 1 else parts[0]
 
 
-def room_graph(graph: Graph) -> dict[str, set[str]]:
-    """For each room the other rooms that its modules import."""
-    rooms: dict[str, set[str]] = {}
-    for module, found in graph.items():
-        rooms.setdefault(room_of(module), set()).update(room_of(other) for other in found)
-    return {room: found - {room} for room, found in rooms.items()}
+def package_graph(graph: Graph) -> dict[str, set[str]]:
+    """For each package the other packages that its modules import."""
+    packages: dict[str, set[str]] = {}
+    for module, imported in graph.items():
+        packages.setdefault(package_of(module), set()).update(package_of(other) for other in imported)
+    return {package: imported - {package} for package, imported in packages.items()}
 
 
 def layers(graph: Graph) -> list[list[str]]:
@@ -90,19 +90,21 @@ def layers(graph: Graph) -> list[list[str]]:
 
 
 def layers_text(graph: Graph) -> str:
-    """The drawing: rooms, the highest layer first, with what each stands on, and the layers of the modules in it."""
-    rooms = room_graph(graph)
+    """The drawing: packages, the highest layer first, with what each imports, and the layers of the modules in it."""
+    packages = package_graph(graph)
     lines = []
-    for level, names in reversed(list(enumerate(layers(rooms)))):
-        for room in names:
-            lines.append(f"{level}  {room:<16} on {', '.join(sorted(rooms[room])) or 'torch alone'}")
-            lines += [f"       {'  '.join(modules)}" for modules in reversed(_layers_inside(graph, room))]
+    for level, names in reversed(list(enumerate(layers(packages)))):
+        for package in names:
+            lines.append(f"{level}  {package:<16} on {', '.join(sorted(packages[package])) or 'torch alone'}")
+            lines += [f"       {'  '.join(modules)}" for modules in reversed(_layers_inside(graph, package))]
     return "\n".join(["```text", *lines, "```"])
 
 
-def _layers_inside(graph: Graph, room: str) -> list[list[str]]:
-    """The layers of a room's modules, by their last names; none for a room of one module."""
-    modules = {name for name in graph if room_of(name) == room and not any(o.startswith(f"{name}.") for o in graph)}
+def _layers_inside(graph: Graph, package: str) -> list[list[str]]:
+    """The layers of a package's modules, by their last names; none for a package of one module."""
+    modules = {
+        name for name in graph if package_of(name) == package and not any(o.startswith(f"{name}.") for o in graph)
+    }
     if len(modules) < 2:
         return []
     inside = {name: graph[name] & modules for name in modules}

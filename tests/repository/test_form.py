@@ -66,18 +66,18 @@ def long_functions(texts: Mapping[str, str]) -> list[str]:
 
 def imports_that_reach_too_far(graph: Mapping[str, set[str]]) -> list[str]:
     """Kernels that know the package above them, a half that reaches the other, `ampkit` inside the kernels' package."""
-    rooms = TOOLS["room_graph"](graph)
+    packages = TOOLS["package_graph"](graph)
     return [
-        *(f"ampkit_kernels imports {room}" for room in below(rooms, "ampkit_kernels")),
-        *(f"{one} reaches {other}" for one, other in (HALVES, HALVES[::-1]) if other in below(rooms, one)),
+        *(f"ampkit_kernels imports {package}" for package in below(packages, "ampkit_kernels")),
+        *(f"{half} reaches {other}" for half, other in (HALVES, HALVES[::-1]) if other in below(packages, half)),
         *(f"{name} imports {other}" for name, found in graph.items() if not name.startswith("ampkit_kernels")
           for other in found - KERNEL_MODULES if other.startswith("ampkit_kernels")),
     ]
 
 
-def below(rooms: Mapping[str, set[str]], room: str) -> set[str]:
-    """Every room that this one imports, directly or through others."""
-    return rooms[room].union(*(below(rooms, other) for other in rooms[room]))
+def below(packages: Mapping[str, set[str]], package: str) -> set[str]:
+    """Every package that this one imports, directly or through others."""
+    return packages[package].union(*(below(packages, other) for other in packages[package]))
 
 
 def private_names_elsewhere(texts: Mapping[str, str]) -> list[str]:
