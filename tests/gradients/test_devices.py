@@ -25,7 +25,7 @@ def test_only_a_copy_to_the_host_waits(start, end, free) -> None:
 def test_no_other_module_asks_for_copies_that_do_not_wait() -> None:
     """A flag or a factor that is read before it has arrived is garbage, and nothing says so."""
     modules = sorted(Path(ampkit.__file__).parent.rglob("*.py"))
-    assert [module.name for module in modules if "non_blocking=" in module.read_text()] == ["transfer.py"]
+    assert [module.name for module in modules if "non_blocking=" in module.read_text()] == ["collect.py"]
 
 
 @pytest.mark.gpu
