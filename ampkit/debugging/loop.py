@@ -27,7 +27,7 @@ from ampkit.debugging.report import LoopFinding, LoopReport
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operators import current_device_type
 
-_LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
+_LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("half_precision", "amp"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
 _NORMAL = torch.finfo(torch.float16).smallest_normal
 _VANISHING = 2.0**-21       # three bits of float16 are left of smaller numbers, or none

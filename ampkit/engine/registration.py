@@ -32,7 +32,7 @@ from ampkit.torch_internals.dispatcher import (
 )
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.forks import renewed_lock
-from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.operators import OpOverload, takes_numbers
 from ampkit.torch_internals.transforms import functorch_level, is_ahead, keys_ahead
 
 Handler = Callable[..., Any]
@@ -135,13 +135,17 @@ def _entry(op: OpOverload) -> Handler:
 def _general(op: OpOverload) -> Handler:
     """The handler of `op` for any rule, argument and mode."""
     slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
-    ahead = keys_ahead(op)
+    ahead, refuses_numbers = keys_ahead(op), not takes_numbers(op)
 
     @dynamo_skip
     def handler(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
         if functorch_level() is not None:
             args = _without_numbers(args, _numbers(args, slots))
+        if refuses_numbers and _numbers(args, slots):       # tensors that torch has marked as numbers, of traced code
+            args = _without_numbers(args, _numbers(args, slots))
+            numbers = _numbers(args, slots)         # beside which no tensor says of which dtype they are
+            args = tuple(torch.tensor(arg) if n in numbers else arg for n, arg in enumerate(args))
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:

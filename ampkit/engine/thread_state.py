@@ -14,7 +14,7 @@ class ThreadState(threading.local):
     def __init__(self) -> None:
         self.regions: list[Any] = []        # the entries of the open ones, outermost first; see `stack`
         self.cache: Any = None              # of regions that were given none; empty while none is open
-        self.mark: tuple[tuple[str, torch.dtype], ...] = ()     # in torch's autocast state; see `policy_guard`
+        self.mark: tuple[tuple[str, torch.dtype], ...] = ()     # in torch's autocast state; see `policy_mark`
         self.module_lookup: Any = None      # of the innermost region with module rules; see `module_hooks`
         self.modules: list[Any] = []        # the bound modules that run, each with the number of regions around it
         self.reused: list[Any] = []         # while a record is taken: the casts that the current call has from a cache

@@ -19,6 +19,6 @@ def set_masters(optimizer: Any, masters: Any) -> None:
 
 def take_master_gradients(optimizer: Any) -> None:
     """Move gradients that arrived at 16-bit parameters to their masters; no-op for an optimizer without masters."""
-    masters = masters_of(optimizer)
+    masters = getattr(optimizer, _ATTRIBUTE, None)      # not `masters_of`: a call more in every step
     if masters is not None:
         masters.take_gradients_()

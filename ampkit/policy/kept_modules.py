@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from ampkit.policy.module_paths import has_forward, is_container, is_scripted, named_paths, unwrapped
 from ampkit.policy.module_rules import ModuleRules
-from ampkit.user_warnings import warn_user
+from ampkit.user_code import warn_user
 
 __all__ = ["kept_modules"]
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
     "FakeTensorMode", "OpOverload", "OpOverloadPacket", "argument_names", "canonical", "current_device_type",
-    "dtype_overload", "has_any_kernel", "is_composite", "is_dispatched", "listed_as",
-    "operator_names", "privateuse1_name", "python_binding",
+    "dtype_overload", "has_any_kernel", "is_composite", "is_dispatched", "listed_as", "operator_names",
+    "privateuse1_name", "python_binding", "takes_numbers",
 ]
 
 
@@ -66,6 +66,11 @@ def current_device_type() -> str:
 def privateuse1_name() -> str:
     """The name that the `privateuseone` backend was given."""
     return torch._C._get_privateuse1_backend_name()
+
+
+def takes_numbers(op: OpOverload) -> bool:
+    """Whether Python may call an operator with a number in the place of a tensor, as with `mul`."""
+    return torch._C._should_allow_numbers_as_tensors(op._schema.name.rpartition("::")[2])
 
 
 def listed_as(device_type: str) -> str:

@@ -237,3 +237,10 @@ def test_named_tensors_are_refused():
             with pytest.raises(RuntimeError, match="Named tensors are currently unsupported"):
                 call()
         assert torch.mm(x.rename(None), x.rename(None)).dtype is BF16
+
+
+def test_numbers_of_traced_code_beside_an_operator_that_python_calls_with_tensors_alone() -> None:
+    """Tracing marks tensors as numbers, which Python gets as numbers; `eq` with them raised once a policy named it."""
+    with autocast("cpu", policy=Policy.default("cpu").with_rules({"aten::eq.Tensor": "float32"})):
+        traced = torch.jit.trace(lambda x: 448.0 / x, torch.ones(3))     # it compares its constants
+        assert torch.equal(traced(torch.full((3,), 2.0)), torch.full((3,), 224.0))

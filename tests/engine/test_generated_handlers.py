@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ampkit.region.spec import RegionSpec
 from torch import nn
 
 from ampkit import Policy, autocast, record_casts
 from ampkit.engine.generated_handlers import BOUND_NAMES
 from ampkit.policy.operator_keys import resolve
+from ampkit.region.arguments import RegionSpec
 from ampkit.torch_internals import dispatcher
 from ampkit.torch_internals.operators import python_binding
 from tests.helpers.op_samples import Call, difference, op_db_calls, region, run
@@ -120,10 +120,10 @@ def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> Non
         assert torch.mm(x, w).dtype is BF16
 
 
-@pytest.mark.parametrize("specialised", [True, False])
-def test_promotion_in_a_float32_region_widens_to_float32(specialised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("generated", [True, False])
+def test_promotion_in_a_float32_region_widens_to_float32(generated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torch.amp, which allows such a region on CUDA alone; one that is made past the checks shows it here."""
-    monkeypatch.setattr("ampkit.engine.specialised.SPECIALISE", specialised)
+    monkeypatch.setattr("ampkit.engine.generated_handlers.GENERATE", generated)
     monkeypatch.setattr("ampkit.region.stack._uncached_modes", {})
     low, wide = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
     spec = RegionSpec("cpu", torch.float32, True, False, Policy.torch("cpu"))
