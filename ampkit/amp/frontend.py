@@ -11,7 +11,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -46,33 +46,7 @@ __all__ = [
 Models = TypeVar("Models", bound=Module | Sequence[Module])
 Optimizers = TypeVar("Optimizers")
 
-# Names that scripts have from Apex's amp, or from torch's module of that name, and what stands in their place.
-_ELSEWHERE = {
-    "GradScaler": "ampkit.GradScaler",
-    "autocast": "ampkit.autocast",
-    "custom_bwd": "ampkit.custom_bwd",
-    "custom_fwd": "ampkit.custom_fwd",
-    "is_autocast_available": "torch.amp.is_autocast_available",
-    "FP16_Optimizer": "ampkit.FP16Optimizer",
-    "scaler": "amp.loss_scalers(optimizer)",
-    "_amp_state": "amp.loss_scalers(optimizer) for its loss_scalers, amp.initialize(verbosity=...) for its verbosity",
-    "init": "amp.initialize(model, optimizer, opt_level='O1')",
-    "frontend": "amp.initialize",
-    "opt_levels": "amp.initialize(..., opt_level='O1')",
-    "handle": "amp.scale_loss and amp.disable_casts",
-    "lists": "ampkit.Policy, whose rules() lists them",
-    "register": "amp.register_half_function, amp.register_float_function or amp.register_promote_function",
-}
-
 _BACKWARD = "backward inside `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
-
-
-if not TYPE_CHECKING:       # which would take every name for one of these
-
-    def __getattr__(name: str) -> Any:
-        """Raise, saying what stands in the place of a name that is elsewhere."""
-        hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-        raise AttributeError(f"module 'ampkit.amp' has no attribute {name!r}{hint}")
 
 
 class Overrides(TypedDict, total=False):
