@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import ampkit
 from ampkit import Policy, amp, optim
-from ampkit.amp import initialize, loss_scalers, master_params, scale_loss
+from ampkit.amp import frontend, initialize, loss_scalers, master_params, scale_loss
 from ampkit.amp.fp16_optimizer import FP16Optimizer
 from ampkit.amp.levels import LEVELS
 from ampkit.half_precision.master_weights import MasterWeights
@@ -23,7 +23,7 @@ from tests.helpers.half_models import Net, backward, batches, both_dtypes, loss_
 @pytest.fixture(autouse=True)
 def _forget_other_tests() -> None:
     """`amp.state_dict()` means the only `initialize` in memory."""
-    amp._sessions.clear()
+    frontend._sessions.clear()
 
 
 def test_options_that_make_no_sense() -> None:
