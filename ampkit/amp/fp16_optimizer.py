@@ -1,7 +1,6 @@
-"""FP16Optimizer: an optimizer with master weights and a loss scale inside, for scripts written around one.
+"""FP16Optimizer: an optimizer wrapper with master weights and a loss scale, after Apex's FP16_Optimizer.
 
-The interface of Apex's FP16_Optimizer, which BERT-era scripts carry: `optimizer.backward(loss)` in place of
-`loss.backward()`, and nothing else.
+For scripts that call `optimizer.backward(loss)` in place of `loss.backward()`, as NVIDIA's BERT scripts do.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from torch import Tensor
 
 from ampkit.amp.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 from ampkit.gradients.collect import parameters
-from ampkit.half_precision.master_weights import MasterWeights, refuse_other_masters
+from ampkit.half_precision.master_weights import MasterWeights, load_masters_, refuse_other_masters, saved_masters
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 
 __all__ = ["FP16Optimizer"]
 
+# Apex's names in `dynamic_loss_args`, and the fields of `DynamicLossScale`.
 _DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
 
 
 class FP16Optimizer(torch.optim.Optimizer):
-    """Wraps an optimizer of a float16 or bfloat16 model: float32 master weights and loss scaling in one object.
+    """Wrapper of an optimizer of a float16 or bfloat16 model, with float32 master weights and loss scaling.
 
     ::
 
@@ -35,25 +35,26 @@ class FP16Optimizer(torch.optim.Optimizer):
             optimizer.clip_master_grads(1.0)
             optimizer.step()
 
-    Learning-rate schedulers and code that reads or writes `param_groups` can use it in place of the optimizer it
-    wraps, which must no longer be used directly.
+    Learning-rate schedulers and code that reads or writes `param_groups` can use it in place of the wrapped optimizer,
+    which must no longer be used directly.
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters, in any groups; `ampkit.optim` writes
             masters and model in one launch.
-        static_loss_scale: the scale; 0 is dynamic, as `--loss_scale 0` means in those scripts.
-        dynamic_loss_scale: True: the scale halves on overflow and doubles after 1,000 steps without, from 2**32
-            down, as Apex's.
+        static_loss_scale: the scale; 0 means a dynamic scale, as `--loss_scale 0` does in those scripts.
+        dynamic_loss_scale: whether the scale is dynamic: Apex's starts at 2**32, halves on overflow and doubles after
+            1,000 steps without overflow.
         dynamic_loss_args: `init_scale`, `scale_factor` and `scale_window` of the dynamic scale, or the fields of
             `DynamicLossScale` by their names.
         verbose: print a line for each skipped step.
 
     Raises:
-        TypeError: not an optimizer, or unknown `dynamic_loss_args`. ValueError: a scale below 0 or not finite.
+        TypeError: `optimizer` is not an optimizer, or unknown `dynamic_loss_args`.
+        ValueError: a scale below 0 or not finite, or `dynamic_loss_args` with a static scale.
         RuntimeError: the optimizer has master weights already.
 
-    `step` reads one flag from the device unless the optimizer skips there by itself (`ampkit.optim`,
-    `fused=True`).
+    `step` reads one flag from the device unless the optimizer skips there by itself (`ampkit.optim`, `fused=True`).
+    `loss_scale`, `overflow` and state dicts synchronize with the device; `backward` and clipping do not.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         if dynamic_loss_args and not dynamic:
             raise ValueError("dynamic_loss_args were given for a static scale; pass dynamic_loss_scale=True with them")
         rule: LossScale = _dynamic(dynamic_loss_args or {}) if dynamic else StaticLossScale(float(static_loss_scale))
-        # The constructor of Optimizer is not run: `__getattr__` finds groups, state and defaults in the wrapped one.
+        # Optimizer.__init__ is not called: `__getattr__` finds groups, state and defaults in the wrapped optimizer.
         self.optimizer = optimizer
         devices = [param.device.type for param in parameters(optimizer)]
         self.scaler = LossScaler(devices[0] if devices else "cpu", loss_scale=rule, allow_fp16=True)
@@ -80,12 +81,12 @@ class FP16Optimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale. Reads the device."""
+        """The loss scale."""
         return self.scaler.get_scale()
 
     @property
     def overflow(self) -> bool:
-        """Whether the gradients now in the masters, or those of the last step, were not finite. Reads the device."""
+        """Whether a gradient in the masters, or of the last step if they have none, is not finite."""
         found_inf = self._gradients.found_inf
         return found_inf is not None and bool(found_inf != 0)
 
@@ -93,7 +94,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         return f"FP16Optimizer({self.optimizer!r}, {self.scaler.loss_scale})"
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else, parameter groups, state and hooks included, is the wrapped optimizer's."""
+        """Delegate other attributes, such as parameter groups, state and hooks, to the wrapped optimizer."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -102,18 +103,27 @@ class FP16Optimizer(torch.optim.Optimizer):
         raise TypeError("an FP16Optimizer cannot be pickled or copied; save state_dict() and load it into a new one")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of masters and model."""
+        """Clear the gradients of masters and model.
+
+        Args:
+            set_to_none: True sets gradients to None, False to zero.
+        """
         self.optimizer.zero_grad(set_to_none)
         self._gradients.forget()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Backward from `loss` times the scale; then gradients are in the masters, unscaled and checked.
+        """Run backward from `loss` times the scale, and move the gradients to the masters, unscaled and checked.
 
-        Several calls before a step add up. With `update_master_grads` False the gradients stay in the model,
-        scaled, until a later backward, or `update_master_grads()`. Never syncs.
+        Gradients of several calls before a step add up.
+
+        Args:
+            loss: the loss, a tensor of one element.
+            update_master_grads: False leaves the gradients in the model, scaled, until a later backward or a call of
+                the method `update_master_grads`.
+            retain_graph: as of `Tensor.backward`.
 
         Raises:
-            TypeError: `loss` is no tensor.
+            TypeError: `loss` is not a tensor.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
@@ -121,35 +131,53 @@ class FP16Optimizer(torch.optim.Optimizer):
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
-        """Take the gradients that `backward(..., update_master_grads=False)` has left; `RuntimeError` without any."""
+        """Move the gradients that `backward(..., update_master_grads=False)` has left to the masters.
+
+        Raises:
+            RuntimeError: there are no such gradients.
+        """
         if not self._gradients.still_scaled():
-            raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
+            raise RuntimeError("there are no scaled gradients; call optimizer.backward(loss) first, not loss.backward()")
         self.scaler.unscale_all_([self._gradients])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
+        """Limit the joint norm of all unscaled gradients by `torch.nn.utils.clip_grad_norm_`.
+
+        Args:
+            max_norm: the largest norm that is left.
+            norm_type: p of the p-norm; may be inf.
+
+        Returns:
+            The norm before clipping, a 0-d tensor.
 
         Raises:
-            RuntimeError: no backward since the last step.
+            RuntimeError: there was no backward since the last step.
         """
         if not self._gradients.unscaled:
             raise RuntimeError("clip_master_grads() without a backward since the last step")
         return torch.nn.utils.clip_grad_norm_(parameters(self.optimizer), max_norm, norm_type)
 
     def step(self) -> Any:  # type: ignore[override]
-        """Step the masters and write the model's 16-bit weights, unless a gradient was not finite.
+        """Step the masters and write the model's 16-bit weights, unless a gradient is not finite.
+
+        Returns:
+            What the wrapped optimizer's `step` returns.
 
         Raises:
-            RuntimeError: no backward since the last step, or gradients that were left scaled.
+            RuntimeError: there was no backward since the last step, or its gradients are still scaled.
         """
         return self.optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its 16-bit parameters get masters in the next step."""
+        """Add a group to the wrapped optimizer; its 16-bit parameters get masters in the next step.
+
+        Args:
+            param_group: as of `torch.optim.Optimizer.add_param_group`.
+        """
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Scale, optimizer and masters, all in float32; resumes bit for bit. Reads the device."""
+        """Return the state of scale, wrapped optimizer and masters, which resumes a run to the bit."""
         return {
             "loss_scaler": self.scaler.state_dict(),
             "optimizer_state_dict": self.optimizer.state_dict(),
@@ -159,21 +187,26 @@ class FP16Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load what `state_dict` returned, and write the model's 16-bit parameters from the masters.
 
+        Args:
+            state_dict: what `state_dict` returned.
+
         Raises:
-            KeyError: missing entries. ValueError, TypeError: masters of another model, or what the scale or the
-            wrapped optimizer refuses. Nothing has been loaded then.
+            KeyError: missing entries.
+            ValueError, TypeError, RuntimeError: masters of another model, or a state that the scaler or the wrapped
+                optimizer refuses. Nothing has been loaded when it raises.
         """
         missing = {"loss_scaler", "optimizer_state_dict", "fp32_from_fp16"} - set(state_dict)
         if missing:
             raise KeyError(f"not a state dict of FP16Optimizer: {sorted(missing)} missing, got {sorted(state_dict)}")
-        values = self.masters.checked_values({"masters": state_dict["fp32_from_fp16"]})
+        values = saved_masters(self.masters, {"masters": state_dict["fp32_from_fp16"]})
         scale = self.scaler.checked_state(state_dict["loss_scaler"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])  # checks before it loads
-        self.masters.load_values_(values)
+        load_masters_(self.masters, values)
         self.scaler.load_checked_state(scale)
 
 
-def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:
-    # Apex's defaults: the first scale is too large on purpose, and falls in the first steps.
-    known = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
-    return DynamicLossScale(**{**known, **{_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}})
+def _dynamic(dynamic_loss_args: Mapping[str, Any]) -> DynamicLossScale:
+    """The strategy with Apex's defaults; the first scale is too large on purpose, and falls in the first steps."""
+    fields: dict[str, Any] = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
+    fields.update((_DYNAMIC_NAMES.get(name, name), value) for name, value in dynamic_loss_args.items())
+    return DynamicLossScale(**fields)

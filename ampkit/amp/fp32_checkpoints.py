@@ -1,7 +1,7 @@
-"""Checkpoints of a 16-bit model in float32: masters where there are any, else the weights widened.
+"""State dicts of a 16-bit model in float32: its masters where there are any, else its weights cast to float32.
 
-A state_dict saved here loads into the float32 model it came from, at any level, and back. With masters it loses
-nothing, and loading it gives the masters every digit it holds.
+Such a state_dict loads into the original float32 model, and into the model at every level. Masters are saved and loaded
+without rounding.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ from ampkit.half_precision.master_weights import MasterWeights
 
 
 class Fp32Checkpoints:
-    """The state_dict hooks of one model. Copies and pickles of the model know no masters."""
+    """The state_dict hooks of one model. Master references are not copied or pickled."""
 
     def __init__(self, masters: Iterable[MasterWeights] = ()) -> None:
-        self.masters = [weakref.ref(each) for each in masters]
+        self._masters = [weakref.ref(of_optimizer) for of_optimizer in masters]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Fp32Checkpoints, ()
 
     def attach(self, model: Module) -> None:
-        """Save and load in float32 from now on, also through a wrapper such as DDP."""
-        model.register_state_dict_post_hook(functools.partial(Fp32Checkpoints.save, self))  # torch marks the hook
+        """Register the hooks; they also run for a wrapper such as DDP."""
+        model.register_state_dict_post_hook(functools.partial(Fp32Checkpoints.save, self))  # torch sets an attribute
         model.register_load_state_dict_pre_hook(self.load)
 
     def master_of(self, param: Tensor) -> Tensor | None:
         """The master of a parameter, if it has one."""
-        owners = [owner for reference in self.masters if (owner := reference()) is not None]
-        return next((master for owner in owners if (master := owner.master_of(param)) is not None), None)
+        for reference in self._masters:
+            masters = reference()
+            master = None if masters is None else masters.master_of(param)
+            if master is not None:
+                return master
+        return None
 
     def save(self, model: Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """state_dict hook. With `keep_vars` the model's own parameters are asked for, and stay."""
-        widened: dict[int, Tensor] = {}     # tied weights stay one tensor in the checkpoint
+        """Hook after `state_dict`: replace 16-bit entries by float32, but not parameters (`keep_vars=True`)."""
+        widened: dict[int, Tensor] = {}     # by tensor: tied weights share one entry
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             saved = state_dict.get(prefix + name)
@@ -52,7 +56,7 @@ class Fp32Checkpoints:
             state_dict[prefix + name] = widened[id(tensor)]
 
     def load(self, model: Module, state_dict: dict[str, Any], prefix: str, *report: Any) -> None:
-        """load_state_dict hook: masters take the checkpoint's float32 values before the model rounds them."""
+        """Hook before `load_state_dict`: copy float32 values into the masters before the model rounds them."""
         for name, param in model.named_parameters(remove_duplicate=False):
             master, saved = self.master_of(param), state_dict.get(prefix + name)
             if master is not None and isinstance(saved, Tensor) and saved.shape == master.shape:

@@ -1,8 +1,7 @@
-"""Whole-model precision by level: `initialize` once, `scale_loss` around each backward.
+"""Apex amp's functions around a training loop: `initialize` once, `scale_loss` around each backward.
 
-The interface of Apex amp: `from ampkit import amp` takes the place of `from apex import amp`. Nothing is patched: O1
-runs forward in an autocast region, O2 and O3 convert the model, and steps are intercepted by the optimizers' own hooks.
-`loss_scalers` is not in Apex. docs/levels.md compares the levels.
+Nothing in torch is patched: O1 runs forward in an autocast region, O2 and O3 convert the model, and the optimizers' own
+hooks intercept steps. `loss_scalers` is not in Apex. docs/levels.md compares the levels.
 """
 
 from __future__ import annotations
@@ -20,28 +19,15 @@ from torch.optim import Optimizer
 
 from ampkit.amp import levels
 from ampkit.amp.fp32_checkpoints import Fp32Checkpoints
-from ampkit.amp.function_casts import (
-    disable_casts,
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 from ampkit.amp.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 from ampkit.half_precision.boundary import Boundary, device_type_of, put_boundary
 from ampkit.half_precision.half import BATCH_NORMS, HalfPlan
-from ampkit.half_precision.master_weights import MasterWeights, refuse_other_masters
+from ampkit.half_precision.master_weights import MasterWeights, load_masters_, refuse_other_masters
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import autocast_device_type, named_policy
 from ampkit.scaler.loss_scale import LossScale
 
-__all__ = [
-    "disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "loss_scalers",
-    "master_params", "promote_function", "register_float_function", "register_half_function",
-    "register_promote_function", "scale_loss", "state_dict",
-]
+__all__ = ["initialize", "load_state_dict", "loss_scalers", "master_params", "scale_loss", "state_dict"]
 
 Models = TypeVar("Models", bound=Module | Sequence[Module])
 Optimizers = TypeVar("Optimizers")
@@ -50,24 +36,24 @@ _BACKWARD = "backward inside `with amp.scale_loss(loss, optimizer) as scaled: sc
 
 
 class Overrides(TypedDict, total=False):
-    """The keyword arguments of `initialize`. Where None is allowed, it stands for the level's default.
+    """The keyword arguments of `initialize`. None, where it is allowed, means the level's default.
 
     Args:
-        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; by default what `autocast` takes there.
+        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; by default autocast's on this device.
         keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
         master_weights: at O2 (default True) and O3 (default False).
         loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as `DynamicLossScale`.
-            1.0 (default at O3 and with bfloat16) scales nothing; steps with inf or NaN are skipped all the same, except
-            at O0, which is left alone altogether unless it is given a scale.
-        cast_model_outputs: what floating-point outputs of the models are cast to; float32 by default.
-        num_losses: how many losses have scales of their own; see `scale_loss`.
+            1.0 (default at O3 and with bfloat16) scales nothing but skips steps with inf or NaN. O0 by default has
+            no scale and skips no step.
+        cast_model_outputs: the dtype of the models' floating-point outputs; float32 by default.
+        num_losses: the number of losses with separate scales; see `scale_loss`.
         enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
         verbosity: 0 prints nothing; 1, the default, prints skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
         policy: the operator rules of O1's region; "torch" and "default" are names of two.
         cast_model_type: Apex's name for `dtype` at O2 and O3, and at O0, where a 16-bit type converts the model too.
             With float32 the model keeps its weights and its inputs are cast to float32; with False neither is cast.
-        patch_torch_functions: False leaves out O1's region; nothing is ever patched.
+        patch_torch_functions: False leaves out O1's region; no function is patched.
     """
 
     dtype: torch.dtype | str | None
@@ -94,7 +80,7 @@ def initialize(
     models: Models, optimizers: Optimizers, opt_level: str = "O1", **overrides: Unpack[Overrides]
 ) -> tuple[Models, Optimizers]: ...
 def initialize(models: Any, optimizers: Any = None, opt_level: str = "O1", **overrides: Any) -> Any:
-    """Set models and optimizers up for a level of precision; returns them as they were passed.
+    """Set models and optimizers up for a level of precision. Synchronizes with the device at O2 and O3.
 
     `O0`: float32. `O1`: float32 weights, forward in an autocast region. `O2`: 16-bit model with batch norms in
     float32, float32 master weights in the optimizers, inputs cast on forward. `O3`: 16-bit model. Models are
@@ -105,6 +91,9 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = "O1", **ove
         optimizers: an optimizer, a list, or None for inference; they may be wrapped as by Apex's LARC.
         opt_level: "O0", "O1", "O2" or "O3".
         overrides: properties of the level, see `Overrides`: dtype, loss_scale, num_losses, ...
+
+    Returns:
+        `models`, or `models` and `optimizers`: the same objects in the form in which they were passed.
 
     Raises:
         ValueError, TypeError: an unknown level or property, or an override that makes no sense at the level.
@@ -125,8 +114,8 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = "O1", **ove
     for optimizer in all_optimizers:
         if hasattr(optimizer, "_ampkit_session"):
             raise RuntimeError(
-                f"this {type(optimizer).__name__} has been through initialize already; call it once for each model "
-                f"and optimizer, with all of those that belong together"
+                f"this {type(optimizer).__name__} has been through initialize already; call it once, "
+                f"with all models and optimizers that belong together"
             )
     unknown = sorted(set(overrides) - set(Overrides.__annotations__))
     if unknown:
@@ -154,7 +143,7 @@ def _set_up(
     device_type: str,
     verbosity: int,
 ) -> None:
-    """Check everything, then change everything."""
+    """Carry `initialize` out: all checks come before the first change."""
     level = options.level
     for model in models:
         levels.check_model(model, casts_model=level.casts_model)
@@ -169,7 +158,7 @@ def _set_up(
     session = _Session(
         tuple(LossScaler(device_type, loss_scale=options.loss_scale, allow_fp16=True) for _ in losses)
     )
-    values: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
+    weights: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
     for plan in plans:
         plan.carry_out()
     all_masters: list[MasterWeights] = []
@@ -179,7 +168,7 @@ def _set_up(
         if options.master_weights:
             all_masters.append(masters := MasterWeights(optimizer))
             pairs = zip(masters.masters(), masters.model_parameters(), strict=True)
-            masters.load_values_([(master, values[param]) for master, param in pairs if param in values])
+            load_masters_(masters, [(master, weights[param]) for master, param in pairs if param in weights])
             if scaled is not None:
                 scaled.masters = masters
         elif level.casts_model and optimizer.state:
@@ -199,7 +188,7 @@ def scale_loss(
     model: Module | None = None,
     delay_unscale: bool = False,
 ) -> Iterator[Tensor]:
-    """The loss times its scale, for `backward` inside; on leaving, gradients are unscaled and checked.
+    """Yield the loss times its scale for `backward`; then unscale and check the gradients. Never synchronizes.
 
     ::
 
@@ -208,21 +197,25 @@ def scale_loss(
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
 
-    Unscaled gradients add up over several losses and micro-batches, each under its own scale. If any of them was not
-    finite, the next `step` of each of `optimizers` changes nothing. Never syncs; `step` reads one flag unless the
-    optimizer skips on the device.
+    Unscaled gradients add up over several losses and micro-batches, each under its own scale. If any gradient is not
+    finite, the next `step` of each of `optimizers` changes nothing. `step` reads one flag from the device unless the
+    optimizer skips there by itself (`ampkit.optim`, `fused=True`).
 
     Args:
-        loss: the loss tensor; 16-bit ones are cast to float32 first.
-        optimizers: those whose parameters this backward fills.
-        loss_id: whose scale to use, below `num_losses`.
-        model: accepted, because Apex has it; not used.
-        delay_unscale: leave the gradients scaled, to add further backwards of the same loss to them and unscale
-            once. Not for the last backward before a step.
+        loss: the loss, a tensor of any floating-point dtype; it is cast to float32 first.
+        optimizers: one optimizer or several: all whose parameters get gradients from this backward.
+        loss_id: the index of the scale to use, from 0 to `num_losses` - 1.
+        model: not used; accepted because Apex has it.
+        delay_unscale: leave the gradients scaled, so that later backwards of the same loss add to them. Not for the
+            last backward before a step.
+
+    Returns:
+        A context manager that gives the scaled loss in float32, or `loss` itself where nothing is scaled.
 
     Raises:
         RuntimeError: an optimizer that has not been through `initialize`, or gradients under another scale.
-        IndexError: a `loss_id` that there is no scale for. TypeError: a loss that is no tensor.
+        IndexError: there is no scale for `loss_id`.
+        TypeError: the loss is not a tensor.
     """
     all_optimizers = levels.bare_optimizers(optimizers)
     if not isinstance(loss, Tensor):
@@ -237,7 +230,13 @@ def scale_loss(
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The float32 parameters that the optimizer steps, for clipping and logging: masters where there are any.
+    """Iterate over the parameters that the optimizer steps, for clipping and logging: masters where there are any.
+
+    Args:
+        optimizer: an optimizer, initialized or not.
+
+    Returns:
+        An iterator over the parameters of all groups, in their order.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> [tuple(p.shape) for p in master_params(torch.optim.SGD(model.parameters(), lr=0.1))]
@@ -248,18 +247,30 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LossScaler, ...]:
-    """The scalers behind the losses, for `stats()`, `history`, `found_inf(optimizer)` and `overflow_report()`.
+    """Return the scalers of the losses, for `stats()`, `history`, `found_inf(optimizer)` and `overflow_report()`.
 
-    `optimizer` selects the call of `initialize`; None if there was one only. Empty if nothing is scaled.
+    Args:
+        optimizer: an optimizer of the call of `initialize` that is meant; None if there was one call.
+
+    Returns:
+        One scaler for each loss; none where nothing is scaled.
+
+    Raises:
+        RuntimeError: an optimizer that has not been through `initialize`, or None where there was not one call.
     """
     return _session_of([] if optimizer is None else levels.bare_optimizers(optimizer)).scalers
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """The loss scales, to be saved with the model's and the optimizers' state. Reads the device.
+    """Return the loss scales, to save beside the model's and the optimizers' state. Synchronizes with the device.
 
-    One entry per loss, in Apex's form and with what Apex does not save. Masters are in the model's state_dict.
-    `optimizer` selects the call of `initialize`; None if there was one only.
+    Masters are in the model's state_dict.
+
+    Args:
+        optimizer: as of `loss_scalers`.
+
+    Returns:
+        One entry per loss, with Apex's keys and, under "scaler", the state of its `GradScaler`.
     """
     saved = {}
     for index, scaler in enumerate(loss_scalers(optimizer)):
@@ -273,10 +284,13 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
     """Load what `state_dict`, or Apex's `amp.state_dict`, returned. Call it after `initialize`.
 
-    Nothing has been loaded when it raises.
+    Args:
+        state_dict: the saved loss scales, with as many entries as there are losses.
+        optimizer: as of `loss_scalers`.
 
     Raises:
-        ValueError: other losses than this script's. And as `GradScaler.load_state_dict`.
+        ValueError: another number of losses.
+        TypeError, RuntimeError: as `GradScaler.load_state_dict`. Nothing has been loaded when it raises.
     """
     scalers = loss_scalers(optimizer)
     names = [f"loss_scaler{index}" for index in range(len(scalers))]
@@ -294,23 +308,23 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None =
 
 
 def _scaler_state(entry: Any, name: str, scaler: LossScaler) -> Any:
-    """The scaler's own state in an entry; for an entry of Apex's, this scaler's with the two numbers in it."""
+    """The scaler's state in a saved entry; Apex saves two numbers, which are put into this scaler's present state."""
     if isinstance(entry, Mapping) and "scaler" in entry:
         return entry["scaler"]
     if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
         raise TypeError(f"the saved {name!r} is {entry!r}; expected a dict with 'loss_scale' and 'unskipped'")
-    now = {key: value for key, value in scaler.state_dict().items() if key != "ampkit"}
-    return {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
+    present = {key: value for key, value in scaler.state_dict().items() if key != "ampkit"}
+    return {**present, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
 
 
 class _Session:
-    """One call of `initialize`: the scalers of its losses, none where nothing is scaled."""
+    """One call of `initialize`, with the scalers of its losses; none where nothing is scaled."""
 
     def __init__(self, scalers: tuple[LossScaler, ...]) -> None:
         self.scalers = scalers
 
     def add(self, optimizer: Any, gradients: ScaledGradients | None) -> None:
-        """Have the optimizer keep this and its gradients; copies of it do not."""
+        """Attach this session and its gradients to an optimizer."""
         optimizer._ampkit_session, optimizer._ampkit_gradients = self, gradients
         _sessions.add(self)
 
@@ -318,8 +332,8 @@ class _Session:
         """The scaler of a loss. Raises `IndexError` for an unknown `loss_id`."""
         if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise IndexError(
-                f"loss_id is {loss_id!r}, and there are scales for {len(self.scalers)} losses; expected 0 to "
-                f"{len(self.scalers) - 1}: pass num_losses to initialize"
+                f"loss_id is {loss_id!r}; expected 0 to {len(self.scalers) - 1}, or pass num_losses to initialize; it is "
+                f"{len(self.scalers)}"
             )
         return self.scalers[loss_id]
 
@@ -328,23 +342,24 @@ _sessions: weakref.WeakSet[_Session] = weakref.WeakSet()    # kept alive by thei
 
 
 def _session_of(optimizers: Sequence[Optimizer]) -> _Session:
-    """The session of these optimizers; without any, the only session there is."""
+    """The session that these optimizers share; for no optimizers, the only session there is."""
     for optimizer in optimizers:
         if not hasattr(optimizer, "_ampkit_session"):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has not been through initialize; call model, optimizer = "
                 f"amp.initialize(model, optimizer, opt_level=...) first"
             )
-    found: set[Any] = {optimizer._ampkit_session for optimizer in optimizers}  # type: ignore[attr-defined]
+    sessions: set[Any] = {optimizer._ampkit_session for optimizer in optimizers}  # type: ignore[attr-defined]
     if not optimizers:
         if len(_sessions) > 1:
-            gc.collect()        # optimizers that are gone but for cycles
-        found = set(_sessions)
-    if not found:
+            gc.collect()        # frees optimizers that only reference cycles hold
+        sessions = set(_sessions)
+    if not sessions:
         raise RuntimeError("no optimizer has been through initialize; call it first")
-    if len(found) > 1:
+    if len(sessions) > 1:
         raise RuntimeError(
-            f"the optimizers come from {len(found)} calls of initialize; pass some of one call" if optimizers else
-            f"initialize has been called {len(found)} times; pass an optimizer to say which one is meant"
+            f"the optimizers come from {len(sessions)} calls of initialize; pass optimizers of one call"
+            if optimizers
+            else f"initialize has been called {len(sessions)} times; pass an optimizer of the call that is meant"
         )
-    return found.pop()
+    return sessions.pop()

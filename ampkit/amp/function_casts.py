@@ -1,8 +1,7 @@
-"""Casts for single functions, by Apex's names: half, float and promote, as decorators and by registration.
+"""Casts for single functions under Apex's names: `half_function`, `register_half_function`, `disable_casts`, ...
 
-They act where a region does: inside `ampkit.autocast`, and so inside the forward of a model at O1. A torch function is
-registered as a rule for its operator; a user's function, or one of another library, is wrapped. torch itself stays as
-it is.
+They act inside `ampkit.autocast`, and so inside the forward of a model at O1. Registering a torch function adds a rule
+for its operator; functions of users and other libraries are wrapped. torch itself is not patched.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from ampkit.containers import map_tensors
 from ampkit.engine.casting import is_eligible
@@ -30,12 +30,18 @@ R = TypeVar("R")
 
 
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` with its tensor arguments cast to the region's dtype, containers looked into; for use as a decorator.
+    """Cast the tensor arguments of a function to the region's dtype. Never synchronizes.
 
-    Outside a region it is called as it is.
+    Outside a region the function is called unchanged.
+
+    Args:
+        fn: the function; its tensors may also be in lists, tuples, mappings and dataclasses.
+
+    Returns:
+        A function with the signature of `fn`.
 
     Raises:
-        TypeError: anything but a function.
+        TypeError: `fn` is not a function.
 
     >>> @half_function
     ... def double(x):
@@ -48,11 +54,11 @@ def half_function(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def float_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` computed in float32: its tensor arguments are cast up, and autocast is off inside.
+    """Compute a function in float32: cast its tensor arguments up and turn autocast off inside. Never synchronizes.
 
-    For a function, method, generator or coroutine that 16 bits spoil, and whose arguments may come in 16 bits: rotary
-    embeddings, quaternions, a solver. Unlike `autocast(enabled=False)` it names no device, and computes in float32
-    whatever comes in; so does its backward. `Policy.for_modules` does it to modules::
+    For code that needs float32's precision, such as rotary embeddings, quaternions or a solver. Unlike
+    `autocast(enabled=False)` it names no device, and computes in float32 from 16-bit arguments too; so does backward.
+    `Policy.for_modules` does the same for modules::
 
         @float_function
         def rotary(positions, frequencies):
@@ -60,13 +66,18 @@ def float_function(fn: Callable[P, R]) -> Callable[P, R]:
 
     Arguments are cast as by `custom_fwd(cast_inputs=torch.float32)`: floating-point tensors on a device whose autocast
     is on, float64 excepted, in lists, tuples, mappings and dataclasses too; a method of a dataclass gets a copy of it.
-    What the function reads elsewhere, such as 16-bit weights of its module, stays as it is. Results stay float32:
-    rounding them would lose what was gained, and the next operator that wants 16 bits casts by itself.
+    Tensors that are not arguments, such as 16-bit weights of a module, are not cast. Results stay float32.
 
-    Outside a region, and where autocast is off, it is called as it is: nothing casts 16-bit weights there either.
+    Outside a region, and where autocast is off, the function is called unchanged.
+
+    Args:
+        fn: a function, method, generator function or coroutine function.
+
+    Returns:
+        A function with the signature of `fn`.
 
     Raises:
-        TypeError: anything but a function, or an asynchronous generator function.
+        TypeError: `fn` is not a function, or is an asynchronous generator function.
 
     >>> @float_function
     ... def product(x):
@@ -79,42 +90,62 @@ def float_function(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` with its tensor arguments cast to the widest dtype among them.
+    """Cast the tensor arguments of a function to the widest dtype among them. Never synchronizes.
 
-    Outside a region it is called as it is.
+    Outside a region the function is called unchanged.
+
+    Args:
+        fn: the function; its tensors may also be in lists, tuples, mappings and dataclasses.
+
+    Returns:
+        A function with the signature of `fn`.
 
     Raises:
-        TypeError: anything but a function.
+        TypeError: `fn` is not a function.
     """
     return _casting(fn, Rule.PROMOTE, "promote_function")
 
 
 def register_half_function(owner: Any, name: str) -> None:
-    """Have `owner.name` run in the region's dtype, in every region from now on.
+    """Compute `owner.name` in the region's dtype, in all regions entered later.
 
-    A function of torch (`register_half_function(torch, "bmm")`, also in `torch.nn.functional`, `torch.linalg`,
-    `torch.Tensor`) is registered with `register_op`, and so is an operator of `torch.library`. Any other is replaced in
-    its module or class by `half_function` of itself.
+    A torch function (`register_half_function(torch, "bmm")`) is registered with `register_op`, and so is an operator of
+    `torch.library`. Any other function is replaced in its module or class by `half_function` of it.
+
+    Args:
+        owner: the module or class that has the function, such as `torch`, `torch.nn.functional` or `torch.Tensor`.
+        name: the function's name in it.
 
     Raises:
-        AttributeError: `owner` has no such function. ValueError: a torch function that is no single operator.
+        AttributeError: `owner` has no such function.
+        ValueError: a torch function that is not a single operator.
     """
     _register(owner, name, Rule.LOWER, "half_function")
 
 
 def register_float_function(owner: Any, name: str) -> None:
-    """Have `owner.name` run in float32; see `register_half_function`."""
+    """Compute `owner.name` in float32; raises as `register_half_function`.
+
+    Args:
+        owner: the module or class that has the function.
+        name: the function's name in it.
+    """
     _register(owner, name, Rule.FLOAT32, "float_function")
 
 
 def register_promote_function(owner: Any, name: str) -> None:
-    """Have `owner.name` run in the widest dtype of its arguments; see `register_half_function`."""
+    """Compute `owner.name` in the widest dtype of its arguments; raises as `register_half_function`.
+
+    Args:
+        owner: the module or class that has the function.
+        name: the function's name in it.
+    """
     _register(owner, name, Rule.PROMOTE, "promote_function")
 
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Casts nothing: open regions are disabled. A model at O1 that is called inside opens its own.
+    """Disable open regions inside a `with` block. A model at O1 that is called inside opens its own region.
 
     >>> with autocast("cpu", torch.bfloat16), disable_casts():
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
@@ -125,12 +156,12 @@ def disable_casts() -> Iterator[None]:
 
 
 class _Disabled:
-    """Context in which autocast is off; may be entered again after it was left."""
+    """Context in which autocast is off for every device type; reusable."""
 
     def __enter__(self) -> None:
         with ExitStack() as regions:
-            for kind in _enabled():
-                regions.enter_context(autocast(kind, enabled=False))
+            for device_type in _enabled():
+                regions.enter_context(autocast(device_type, enabled=False))
             self.regions = regions.pop_all()
 
     def __exit__(self, *exc: Any) -> None:
@@ -139,49 +170,59 @@ class _Disabled:
 
 def _enabled() -> list[str]:
     """The device types whose autocast is on."""
-    return [kind for kind in TORCH if torch.is_autocast_enabled(kind) and kind not in MARK_DEVICES]
+    return [name for name in TORCH if torch.is_autocast_enabled(name) and name not in MARK_DEVICES]
 
 
 def _casting(fn: Callable[P, R], rule: Rule, name: str) -> Callable[P, R]:
-    """`fn` with its tensor arguments cast by `rule` where a region is open for their device."""
+    """Wrap `fn` to cast its tensor arguments by `rule` where a region is open for their device."""
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"{name} takes a function, got {fn!r}; decorate a module's forward, not its class")
     function: Callable[..., Any] = fn
     run = in_pieces(fn) if rule is Rule.FLOAT32 else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        kinds = _enabled()
-        for kind in kinds:
-            dtype = _dtype(rule, kind, (args, kwargs))
-            args, kwargs = cast_eligible(args, kind, dtype), cast_eligible(kwargs, kind, dtype)
+        device_types = _enabled()
+        for device_type in device_types:
+            dtype = _dtype(rule, device_type, (args, kwargs))
+            args, kwargs = cast_eligible(args, device_type, dtype), cast_eligible(kwargs, device_type, dtype)
         if rule is not Rule.FLOAT32:
             return function(*args, **kwargs)
         if run is not None:
             return run(_Disabled(), function(*args, **kwargs))
-        return _disabled(kinds, function, args, kwargs)
+        return _disabled(device_types, function, args, kwargs)
 
     decorated = in_place_of(fn, call) if rule is Rule.FLOAT32 else functools.wraps(fn)(call)
     decorated._ampkit_casts = name  # type: ignore[attr-defined]
     return decorated
 
 
-def _disabled(kinds: list[str], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A call with autocast off for these device types. No `ExitStack`: torch.compile traces none."""
-    if not kinds:
+def _disabled(device_types: list[str], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `function` with autocast off for these device types; recursive, as torch.compile traces no `ExitStack`."""
+    if not device_types:
         return function(*args, **kwargs)
-    with autocast(kinds[0], enabled=False):
-        return _disabled(kinds[1:], function, args, kwargs)
+    with autocast(device_types[0], enabled=False):
+        return _disabled(device_types[1:], function, args, kwargs)
 
 
-def _dtype(rule: Rule, kind: str, values: Any) -> torch.dtype:
-    if rule is not Rule.PROMOTE:
-        return torch.float32 if rule is Rule.FLOAT32 else torch.get_autocast_dtype(kind)
+def _dtype(rule: Rule, device_type: str, arguments: Any) -> torch.dtype:
+    """The dtype that `rule` gives the tensors among `arguments` that are on this device."""
+    if rule is Rule.FLOAT32:
+        return torch.float32
+    if rule is Rule.LOWER:
+        return torch.get_autocast_dtype(device_type)
     dtypes: list[torch.dtype] = []
-    map_tensors(values, lambda tensor: dtypes.append(tensor.dtype) or tensor if is_eligible(tensor, kind) else tensor)
+
+    def note(tensor: Tensor) -> Tensor:
+        if is_eligible(tensor, device_type):
+            dtypes.append(tensor.dtype)
+        return tensor
+
+    map_tensors(arguments, note)
     return dtypes[0] if len(set(dtypes)) == 1 else torch.float32
 
 
 def _register(owner: Any, name: str, rule: Rule, decorator: str) -> None:
+    """Add a rule for a torch function or operator; wrap any other function in its place."""
     fn = getattr(owner, name, None)
     if fn is None:
         raise AttributeError(f"{getattr(owner, '__name__', owner)} has no function {name!r} to register")
@@ -195,13 +236,13 @@ def _register(owner: Any, name: str, rule: Rule, decorator: str) -> None:
 
 
 def _operator(owner: Any, name: str) -> OpOverloadPacket:
-    """The operator behind a torch function: `linalg_norm` for `torch.linalg.norm`, else by its own name."""
+    """The operator of a torch function: `linalg_norm` for `torch.linalg.norm`, `bmm` for `torch.bmm`."""
     module = getattr(owner, "__name__", "").rpartition(".")[2]
     for candidate in (f"{module}_{name}", name, f"{name}_loss"):
         packet = getattr(torch.ops.aten, candidate, None)
         if isinstance(packet, OpOverloadPacket):
             return packet
     raise ValueError(
-        f"{getattr(owner, '__name__', owner)}.{name} is no single operator that a rule could name; register the "
-        f"operators it is made of (`record_casts` lists them), or call it in a function of yours that is decorated"
+        f"{getattr(owner, '__name__', owner)}.{name} is not a single operator, and a rule names one; register the "
+        f"operators that it calls (`record_casts` lists them), or call it in a decorated function of your own"
     )

@@ -1,7 +1,7 @@
-"""What an opt_level means, which of its properties may be overridden, and which models and optimizers it takes.
+"""What O0 to O3 mean, which of their properties may be overridden, and which models and optimizers they accept.
 
-Pure: nothing here changes anything. The levels and properties are Apex's; where a level's 16-bit type is bfloat16, the
-loss scale defaults to 1, because bfloat16 has float32's range. `amp.initialize` carries a level out.
+Data and checks, without side effects; `amp.initialize` carries a level out. Levels and properties are Apex's. Where the
+16-bit type is bfloat16, which has float32's range, the loss scale defaults to 1.
 """
 
 from __future__ import annotations
@@ -21,43 +21,41 @@ from ampkit.half_precision.boundary import refuse_bounded
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-
-
 _CASTING = ("dtype", "keep_batchnorm_fp32", "master_weights")
 
 
 class Level(NamedTuple):
-    """What a level does when nothing is overridden, and what of it may be."""
+    """The defaults of a level, and the names of the properties that may be overridden."""
 
-    what: str
+    description: str
     casts_model: bool = False
     has_region: bool = False
     keep_batchnorm_fp32: bool = False
     master_weights: bool = False
-    scale: float | str | None = "dynamic"       # None: losses and gradients are left alone altogether
-    inputs: torch.dtype | None = None           # what floating-point inputs of a float32 model are cast to
-    takes: tuple[str, ...] = ()
+    scale: float | str | None = "dynamic"       # None: no scale, and no step is skipped
+    inputs: torch.dtype | None = None           # the dtype of floating-point inputs of a float32 model
+    overridable: tuple[str, ...] = ()
 
 
 LEVELS: dict[str, Level] = {
     "O0": Level("float32 throughout", scale=None, inputs=torch.float32),
     "O1": Level(
         "float32 weights, forward in an autocast region", has_region=True,
-        takes=("dtype", "policy", "patch_torch_functions"),
+        overridable=("dtype", "policy", "patch_torch_functions"),
     ),
     "O2": Level(
         "a 16-bit model with batch norms and master weights in float32", casts_model=True, keep_batchnorm_fp32=True,
-        master_weights=True, takes=_CASTING,
+        master_weights=True, overridable=_CASTING,
     ),
-    "O3": Level("a 16-bit model and nothing else", casts_model=True, scale=1.0, takes=_CASTING),
+    "O3": Level("a 16-bit model and nothing else", casts_model=True, scale=1.0, overridable=_CASTING),
 }
 
 
 class LevelOptions(NamedTuple):
     """A level with its overrides resolved.
 
-    `dtype` is the 16-bit type of the region or the model; `inputs` what the model's inputs are cast to, None if they
-    are not; `loss_scale` None means that there is no scaler.
+    `dtype` is the 16-bit type of the region or the model. `inputs` is the dtype that the model's inputs are cast to;
+    None: no cast. `loss_scale` is None where there is no scaler.
     """
 
     level: Level
@@ -71,9 +69,9 @@ class LevelOptions(NamedTuple):
 
 
 def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> LevelOptions:
-    """The options of a level with these overrides, by the names of `amp.Overrides`; None stands for its default.
+    """The options of a level with overrides by the names of `amp.frontend.Overrides`; None means the level's default.
 
-    Raises `ValueError` or `TypeError` that names the property, says why it makes no sense and what does.
+    Raises `ValueError` or `TypeError` that names the property, what is wrong with it and what is expected.
     """
     level = LEVELS[_checked_level(opt_level)]
     given = {name: value for name, value in overrides.items() if value is not None}
@@ -81,59 +79,60 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
         given[name] = as_dtype(given[name])
     level = _as_apex_casts(opt_level, level, given)
     batch_norms = given.get("keep_batchnorm_fp32", level.keep_batchnorm_fp32)
-    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)      # as argparse hands it over
+    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)      # strings come from argparse
     if not isinstance(batch_norms, bool):
         raise TypeError(f"keep_batchnorm_fp32 is {batch_norms!r}; expected True, False, 'True', 'False' or None")
     masters = given.get("master_weights", level.master_weights)
     if not isinstance(masters, bool):
         raise TypeError(f"master_weights is {masters!r}; expected True, False or None")
-    # What says what the level does anyway is harmless.
-    for name, harmless in (
+    # An override that repeats what the level does anyway is accepted at every level.
+    for name, repeats_level in (
         ("patch_torch_functions", given.get("patch_torch_functions") is False),
         ("dtype", False),
         ("keep_batchnorm_fp32", batch_norms is level.keep_batchnorm_fp32),
         ("master_weights", masters is level.master_weights),
         ("policy", False),
     ):
-        if name in given and name not in level.takes and not harmless:
-            others = " or ".join(repr(other) for other in LEVELS if name in LEVELS[other].takes)
+        if name in given and name not in level.overridable and not repeats_level:
+            others = " or ".join(repr(other) for other in LEVELS if name in LEVELS[other].overridable)
             raise _senseless(name, given[name], opt_level, others)
     outputs, num_losses = given.get("cast_model_outputs", torch.float32), given.get("num_losses", 1)
     if not getattr(outputs, "is_floating_point", False):
         raise TypeError(f"cast_model_outputs is {outputs!r}; expected None or a dtype such as torch.float16")
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"num_losses is {num_losses!r}; expected how many losses have scales of their own, 1 or more")
-    low = given.get("dtype", default_dtype)
-    if low not in SIXTEEN_BIT:
-        raise ValueError(f"dtype is {low!r}; expected torch.float16 or torch.bfloat16; opt_level 'O0' is float32")
+        raise ValueError(f"num_losses is {num_losses!r}; expected the number of losses with separate scales, 1 or more")
+    dtype = given.get("dtype", default_dtype)
+    if dtype not in SIXTEEN_BIT:
+        raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16; opt_level 'O0' is float32")
     masters = masters and level.casts_model
-    inputs = low if level.casts_model else level.inputs
-    return LevelOptions(level, low, inputs, batch_norms, masters, _loss_scale(level, low, given), outputs, num_losses)
+    inputs = dtype if level.casts_model else level.inputs
+    loss_scale = _loss_scale(level, dtype, given)
+    return LevelOptions(level, dtype, inputs, batch_norms, masters, loss_scale, outputs, num_losses)
 
 
 def _as_apex_casts(opt_level: str, level: Level, given: dict[str, Any]) -> Level:
-    """The level after Apex's overrides of what it casts; `given` has a 16-bit `cast_model_type` as its `dtype`."""
+    """The level with `patch_torch_functions` and `cast_model_type`; a 16-bit type of the latter becomes the `dtype`."""
     patches = given.get("patch_torch_functions", level.has_region)
     if not isinstance(patches, bool):
         raise TypeError(f"patch_torch_functions is {patches!r}; expected True, False or None")
     level = level._replace(has_region=patches and level.has_region)
-    to = given.get("cast_model_type")
-    if to is None:
+    model_type = given.get("cast_model_type")
+    if model_type is None:
         return level
-    if to is False or to is torch.float32:      # the model keeps its float32 weights
-        return level._replace(casts_model=False, inputs=to or None)
-    if to not in SIXTEEN_BIT:
-        raise ValueError(f"cast_model_type is {to!r}; expected torch.float16, torch.bfloat16, torch.float32 or False")
+    if model_type is False or model_type is torch.float32:      # the model keeps its float32 weights
+        return level._replace(casts_model=False, inputs=model_type or None)
+    if model_type not in SIXTEEN_BIT:
+        raise ValueError(f"cast_model_type is {model_type!r}; expected torch.float16, torch.bfloat16, torch.float32 or False")
     if opt_level == "O1":
-        raise _senseless("cast_model_type", to, opt_level, "'O2' or 'O3'")
-    if given.setdefault("dtype", to) is not to:
-        raise ValueError(f"cast_model_type={to} and dtype={given['dtype']} are one property; leave one out")
+        raise _senseless("cast_model_type", model_type, opt_level, "'O2' or 'O3'")
+    if given.setdefault("dtype", model_type) is not model_type:
+        raise ValueError(f"cast_model_type={model_type} and dtype={given['dtype']} are one property; leave one out")
     return LEVELS["O3"]._replace(scale=None) if opt_level == "O0" else level
 
 
 def _senseless(name: str, value: Any, opt_level: str, others: str) -> ValueError:
     return ValueError(
-        f"{name}={value} makes no sense at {opt_level} ({LEVELS[opt_level].what}); leave it out, or use opt_level "
+        f"{name}={value} makes no sense at {opt_level} ({LEVELS[opt_level].description}); leave it out, or use opt_level "
         f"{others}"
     )
 
@@ -148,63 +147,67 @@ def _checked_level(opt_level: Any) -> str:
     raise ValueError(f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'{hint}")
 
 
-def _loss_scale(level: Level, low: torch.dtype, given: dict[str, Any]) -> LossScale | None:
-    value, least, most = given.get("loss_scale"), given.get("min_loss_scale"), given.get("max_loss_scale", 2.0**24)
-    if value is None:
-        value = 1.0 if level.scale == "dynamic" and low is torch.bfloat16 else level.scale
-    if value is None or isinstance(value, DynamicLossScale | StaticLossScale):
-        return value
-    if value == "dynamic":
+def _loss_scale(level: Level, dtype: torch.dtype, given: dict[str, Any]) -> LossScale | None:
+    """The strategy of the loss scale; None for no scaler."""
+    scale = given.get("loss_scale")
+    smallest, largest = given.get("min_loss_scale"), given.get("max_loss_scale", 2.0**24)
+    if scale is None:
+        scale = 1.0 if level.scale == "dynamic" and dtype is torch.bfloat16 else level.scale
+    if scale is None or isinstance(scale, DynamicLossScale | StaticLossScale):
+        return scale
+    if scale == "dynamic":
         return DynamicLossScale(
-            init_scale=min(2.0**16, float(most)), max_scale=float(most),
-            min_scale=SMALLEST_SCALE if least is None else float(least),
+            init_scale=min(2.0**16, float(largest)), max_scale=float(largest),
+            min_scale=SMALLEST_SCALE if smallest is None else float(smallest),
         )
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"loss_scale is {value!r}; expected 'dynamic', a number, or such as DynamicLossScale()")
+    if isinstance(scale, bool) or not isinstance(scale, int | float | str):
+        raise TypeError(f"loss_scale is {scale!r}; expected 'dynamic', a number, or a strategy: DynamicLossScale()")
     try:
-        number = float(value)
+        number = float(scale)
     except ValueError:
         number = math.nan
     if not 0.0 < number < math.inf:
         raise ValueError(
-            f"loss_scale is {value!r}; expected a positive number, or 'dynamic', which older scripts write as 0"
+            f"loss_scale is {scale!r}; expected a positive number, or 'dynamic', which older scripts write as 0"
         )
-    if least is not None:
-        raise ValueError(f"min_loss_scale={least} makes no sense beside the static loss_scale={value}; leave one out")
+    if smallest is not None:
+        raise ValueError(
+            f"min_loss_scale={smallest} makes no sense beside the static loss_scale={scale}; leave one out"
+        )
     if number != 1.0:
         return StaticLossScale(number)
     return None if level.scale is None else NoOpLossScale()
 
 
-def as_list(value: Any, cls: type, name: str, what: str) -> list[Any]:
-    """One object or a list or tuple of them, as a list. Raises `TypeError` for anything else."""
-    items = list(value) if isinstance(value, list | tuple) else [value]
+def as_list(argument: Any, cls: type, name: str, expected: str) -> list[Any]:
+    """One object or a list or tuple of objects, as a list. Raises `TypeError` for objects of other classes."""
+    items = list(argument) if isinstance(argument, list | tuple) else [argument]
     for item in items:
         if not isinstance(item, cls):
-            raise TypeError(f"{name} holds a {type(item).__name__}; expected {what}, or a list of them")
+            raise TypeError(f"{name} holds a {type(item).__name__}; expected {expected}, or a list of them")
     if len({id(item) for item in items}) != len(items):
         raise ValueError(f"{name} holds one object twice; expected each once")
     return items
 
 
-def bare_optimizers(value: Any) -> list[Optimizer]:
-    """One optimizer or a list of them, without what wraps them.
+def bare_optimizers(optimizers: Any) -> list[Optimizer]:
+    """The `torch.optim.Optimizer`s of one optimizer or a list, without wrappers such as Apex's LARC.
 
-    A wrapper in the manner of Apex's LARC is no `Optimizer` itself: it holds one as `optim` or `optimizer`, shares its
-    parameter groups, changes gradients in its `step` and calls the other's.
+    Such a wrapper is not an `Optimizer`: it holds one as `optim` or `optimizer`, shares its parameter groups, changes
+    gradients in its own `step` and then calls the optimizer's.
     """
     items = []
-    for item in value if isinstance(value, list | tuple) else [value]:
+    for item in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
         inner: Any = getattr(item, "optim", None) or getattr(item, "optimizer", None)
         wraps = not isinstance(item, Optimizer) and isinstance(inner, Optimizer)
         shares = wraps and getattr(item, "param_groups", None) is inner.param_groups
         items.append(inner if shares else item)
-    what = "a torch.optim.Optimizer, or an object that holds one as `optim` and shares its param_groups"
-    return as_list(items, Optimizer, "optimizers", what)
+    expected = "a torch.optim.Optimizer, or an object that holds one as `optim` and shares its param_groups"
+    return as_list(items, Optimizer, "optimizers", expected)
 
 
 def check_model(model: Module, *, casts_model: bool) -> None:
-    """Refuse a model that is wrapped, converted or initialized already, or sharded before it is to be converted."""
+    """Refuse a model that is wrapped, converted or not float32, or sharded where the level would convert it."""
     name = type(model).__name__
     if isinstance(model, _WRAPPERS) or name == "FullyShardedDataParallel":
         raise RuntimeError(
@@ -217,7 +220,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
             f"'O1', or fully_shard's MixedPrecisionPolicy with ampkit.GradScaler"
         )
     refuse_bounded(model)
-    # float64 buffers are no sign of a float64 model: .double() would have converted its parameters too.
+    # A float64 buffer is accepted: a model after .double() has float64 parameters.
     for kind, tensors, allowed in (
         ("parameter", model.named_parameters(), (torch.float32,)),
         ("buffer", model.named_buffers(), (torch.float32, torch.float64)),
@@ -233,9 +236,9 @@ def check_model(model: Module, *, casts_model: bool) -> None:
 def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, is_scaled: bool) -> None:
     """Refuse an optimizer that has master weights, or that holds no parameter of the models.
 
-    Where losses are scaled, refuse a parameter of two: each would unscale its gradient, and step a master of its own.
+    Where losses are scaled, refuse a parameter of two optimizers: both would unscale its gradient.
     """
-    theirs = {id(param): name for model in models for name, param in model.named_parameters()}
+    names = {id(param): name for model in models for name, param in model.named_parameters()}
     owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         params = [id(param) for group in optimizer.param_groups for param in group["params"]]
@@ -244,13 +247,13 @@ def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], 
                 f"this {type(optimizer).__name__} has master weights already; pass initialize a bare optimizer, and "
                 f"let opt_level 'O2' make them"
             )
-        if theirs.keys().isdisjoint(params):
+        if names.keys().isdisjoint(params):
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds no parameter of the models given; make the optimizer from the model "
+                f"{type(optimizer).__name__} holds no parameter of these models; make the optimizer from the model "
                 f"that is passed along with it, after anything that replaces its parameters"
             )
         for param in params if is_scaled else ():
             if owners.setdefault(param, optimizer) is not optimizer:
                 raise RuntimeError(
-                    f"parameter {theirs.get(param, 'of no model')} is in two optimizers; give it to one of them"
+                    f"parameter {names.get(param, 'of no model')} is in two optimizers; give it to one of them"
                 )

@@ -1,7 +1,7 @@
-"""Gradients from a scaled backward to the step: unscaled and checked when backward ends, not when the step begins.
+"""Gradients from a scaled backward to the step, for `amp.scale_loss` and `FP16Optimizer`; the scaler of one loss.
 
-Several backwards, each under a scale of its own, may so add up in one optimizer's gradients: what `amp.scale_loss` and
-`FP16Optimizer` promise. Steps are intercepted by the optimizer's own hooks.
+Gradients are unscaled and checked when backward ends, not when the step begins, so that several backwards, each under
+its own scale, add up in one optimizer's gradients. The optimizer's own hooks intercept its steps.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from ampkit.scaler.optimizer_records import Notes
 class ScaledGradients:
     """The gradients of one optimizer, with or without master weights, between backward and step.
 
-    Each backward under a loss scale must meet empty `.grad`s, or scaled values would be added to unscaled ones: `begin`
-    sets aside what is there, and `unscale_` adds it again. If a gradient was not finite, all are set to None before the
-    step, which makes torch's optimizers a no-op; amp-aware optimizers get the flag instead and skip on the device.
+    A backward under a loss scale must start from empty `.grad`s, or scaled values would be added to unscaled ones:
+    `begin` sets existing gradients aside, and `unscale_` adds them again. If a gradient is not finite, all are set to
+    None before the step, which makes torch's optimizers a no-op; amp-aware optimizers get the flag instead and skip on
+    the device.
 
     Attributes:
-        found_inf: a flag, set where a gradient of the backwards since the last step was not finite; None: no gradients.
-        unscaled: a backward since the last step has left unscaled gradients.
-        scaler: of the last backward that was unscaled.
-        delayed: the scaler of backwards whose gradients are still scaled, with its count of updates then.
+        found_inf: a flag, set where a gradient of the backwards since the last step is not finite; None: no gradients.
+        unscaled: whether a backward since the last step has left unscaled gradients.
+        scaler: the scaler of the last backward that was unscaled.
+        delayed: the scaler of backwards whose gradients are still scaled, with its count of updates at that time.
 
     Args:
+        optimizer: the optimizer, whose step is intercepted from now on.
         backward: how the user calls backward, for errors.
         verbose: print a line for each skipped step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, backward: str, *, verbose: bool) -> None:
-        self._optimizer = weakref.ref(optimizer)    # whose hooks keep this alive
+        self._optimizer = weakref.ref(optimizer)    # a weak reference: the optimizer's hooks hold this object
         self.masters: MasterWeights | None = None
         self.found_inf: Tensor | None = None
         self.unscaled = False
@@ -51,7 +53,7 @@ class ScaledGradients:
         self._backward, self._verbose = backward, verbose
         self._set_aside: dict[Tensor, Tensor] = {}
         self._flag_on_optimizer = contextlib.ExitStack()
-        # Register them before the masters' hooks: a step that is refused has not moved any gradient.
+        # Registered before the hooks of MasterWeights, so that a refused step has not moved any gradient.
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -61,13 +63,13 @@ class ScaledGradients:
         return self._optimizer()
 
     def backward_params(self) -> list[Tensor]:
-        """The parameters whose `.grad` backward fills: the model's own in the place of masters."""
+        """The parameters whose `.grad` backward fills: for masters, the 16-bit parameters of the model."""
         if self.masters is None:
             return parameters(self.optimizer)
         return [*self._without_masters(self.masters), *self.masters.model_parameters()]
 
     def still_scaled(self) -> bool:
-        """Whether gradients of delayed backwards are waiting; `zero_grad` gives them up."""
+        """Whether there are gradients of delayed backwards; `zero_grad` drops them."""
         return self.delayed is not None and self.has_gradients()
 
     def has_gradients(self) -> bool:
@@ -77,7 +79,7 @@ class ScaledGradients:
     def check_accumulation(self, scaler: LossScaler, delay_unscale: bool) -> None:
         """Raise `RuntimeError` for a backward whose gradients would be added to gradients under another scale.
 
-        A delayed one that sets gradients aside is refused too: `zero_grad` would not drop them.
+        A delayed backward that would set gradients aside is refused too: `zero_grad` would not drop them.
         """
         if self.still_scaled():
             if self.delayed != (scaler, scaler.updates):
@@ -93,63 +95,63 @@ class ScaledGradients:
             )
 
     def begin(self) -> None:
-        """Before a backward: set unscaled gradients aside, unless the backward adds to scaled ones."""
+        """Set unscaled gradients aside before a backward, unless the backward adds to scaled gradients."""
         if self.still_scaled():
             return
         self.delayed = None
-        held = [*self.backward_params(), *parameters(self.optimizer)]
-        if not self.unscaled or all(param.grad is None for param in held):
-            self.found_inf = None       # of gradients that a step has used, or that were dropped
+        params = [*self.backward_params(), *parameters(self.optimizer)]
+        if not self.unscaled or all(param.grad is None for param in params):
+            self.found_inf = None       # belongs to gradients that a step has used, or that were dropped
         for param in parameters(self.optimizer) if self.masters is None else self._without_masters(self.masters):
             grad = param.grad
             if grad is not None:
-                # A view is DDP's gradient_as_bucket_view: the next backward writes to that memory.
+                # With DDP's gradient_as_bucket_view it is a view of memory that the next backward overwrites.
                 self._set_aside[param] = grad.clone() if grad._is_view() else grad
                 param.grad = None
 
     def forget(self) -> None:
-        """After `zero_grad`: what backward has left is gone, and so is the overflow in it."""
+        """Note that `zero_grad` has dropped the gradients."""
         self.unscaled = False
 
-    def give_up(self) -> None:
-        """After a backward that raised: drop its gradients, unless earlier ones are delayed, and restore the rest."""
+    def undo(self) -> None:
+        """Drop the gradients of a backward that raised, and restore those set aside; delayed gradients stay."""
         if self.delayed is None:
             for param in self.backward_params():
                 param.grad = self._set_aside.pop(param, None)
 
     @torch.no_grad()
     def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
-        """Multiply what backward has left by `inv_scale`, check it, and add what was set aside.
+        """Multiply the gradients by `inv_scale`, check them, and add those set aside. Never synchronizes.
 
         Returns:
-            Flags by device, 1 where a gradient was not finite, and the process groups that must agree on them. Never
-            syncs.
+            Flags by device, 1 where a gradient is not finite, and the process groups that must agree on them.
         """
-        found: dict[torch.device, Tensor] = {}
+        flags: dict[torch.device, Tensor] = {}
         groups: list[Any] = []
         params = parameters(self.optimizer)
         if self.masters is not None:
-            self.masters.take_gradients_(inv_scale, found)
+            self.masters.take_gradients_(inv_scale, flags)
             groups += collect(self.masters.masters()).groups
             params = self._without_masters(self.masters)
         gradients = collect(params)
         groups += gradients.groups
         for device in gradients.by_device:
-            if device not in found:
-                found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        unscale_(gradients, inv_scale, found)
-        for param, held in self._set_aside.items():
-            param.grad = held if param.grad is None else held + param.grad
+            if device not in flags:
+                flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        unscale_(gradients, inv_scale, flags)
+        for param, earlier in self._set_aside.items():
+            param.grad = earlier if param.grad is None else earlier + param.grad
         self._set_aside.clear()
-        return found, list(dict.fromkeys(groups))
+        return flags, list(dict.fromkeys(groups))
 
     def _without_masters(self, masters: MasterWeights) -> list[Tensor]:
+        """The optimizer's parameters that are not masters."""
         of_masters = {id(master) for master in masters.masters()}
         return [param for param in parameters(self.optimizer) if id(param) not in of_masters]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Raise for a step that cannot be right, and set gradients to None if one is not finite."""
-        self._flag_on_optimizer.close()     # left over if the last step raised
+        """Refuse a step without unscaled gradients, and set gradients to None if one is not finite."""
+        self._flag_on_optimizer.close()     # still open if the last step raised
         self._check_ready(optimizer, closures.extract(args[1:], kwargs))
         scaler, found_inf = self.scaler, self.found_inf if self.unscaled else None
         self.unscaled = False
@@ -170,60 +172,60 @@ class ScaledGradients:
                 print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Take the flag off an amp-aware optimizer."""
+        """Remove the flag from an amp-aware optimizer."""
         self._flag_on_optimizer.close()
 
     def _check_ready(self, optimizer: Any, closure: Any) -> None:
         name = type(optimizer).__name__
         if closure is not None:
             raise RuntimeError(
-                f"{name}.step got a closure, whose backward is not seen here; use ampkit.autocast, or MasterWeights, "
-                f"with GradScaler.step(optimizer, closure)"
+                f"{name}.step got a closure, whose backward would not be unscaled; use ampkit.autocast or "
+                f"MasterWeights with GradScaler.step(optimizer, closure)"
             )
         if self.still_scaled():
             raise RuntimeError(
-                f"{name}.step() while gradients of a delayed backward are still scaled; delay none that is the last "
-                f"before a step"
+                f"{name}.step() while gradients of a delayed backward are still scaled; do not delay the last "
+                f"backward before a step"
             )
-        # torch.distributed.checkpoint makes an optimizer's state by a step on zeros at a learning rate of 0.
+        # torch.distributed.checkpoint creates an optimizer's state by a step on zeros with a learning rate of 0.
         if self.unscaled or all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
-        why = "on gradients of another backward" if self.has_gradients() else "without a backward since the last step"
-        raise RuntimeError(f"{name}.step() {why}; call {self._backward}")
+        when = "on gradients of another backward" if self.has_gradients() else "without a backward since the last step"
+        raise RuntimeError(f"{name}.step() {when}; call {self._backward}")
 
 
 @contextlib.contextmanager
 def scaled_backward(
     loss: Tensor, scaler: LossScaler, all_gradients: Sequence[ScaledGradients], *, delay_unscale: bool
 ) -> Iterator[Tensor]:
-    """The loss times its scale, for one backward inside; on leaving, gradients are unscaled, unless that is delayed."""
-    for each in all_gradients:
-        each.check_accumulation(scaler, delay_unscale)
-    for each in all_gradients:
-        each.begin()
+    """Yield the loss times its scale for one backward; then unscale its gradients, unless `delay_unscale`."""
+    for gradients in all_gradients:
+        gradients.check_accumulation(scaler, delay_unscale)
+    for gradients in all_gradients:
+        gradients.begin()
     try:
         yield scaler.scale(loss.float())
     except BaseException:
-        for each in all_gradients:
-            each.give_up()
+        for gradients in all_gradients:
+            gradients.undo()
         raise
     if not delay_unscale:
         scaler.unscale_all_(all_gradients)
         return
-    for each in all_gradients:
-        each.delayed = (scaler, scaler.updates)
+    for gradients in all_gradients:
+        gradients.delayed = (scaler, scaler.updates)
 
 
 class LossScaler(GradScaler):
-    """The scale of one loss. `updates` counts how often it was updated."""
+    """The scaler of one loss. `updates` counts the updates of its scale."""
 
     updates = 0
 
     def unscale_all_(self, all_gradients: Sequence[ScaledGradients]) -> None:
-        """Unscale and check what one backward has left at several optimizers, and update the scale. Never syncs.
+        """Unscale and check the gradients of several optimizers after one backward, and update the scale.
 
         A gradient that is not finite skips the next step of all of them, as in Apex: networks that one loss trains step
-        together or not at all.
+        together or not at all. Never synchronizes.
         """
         flags = [self._unscale(gradients) for gradients in all_gradients]
         self.update()
@@ -232,34 +234,34 @@ class LossScaler(GradScaler):
             gradients.unscaled, gradients.delayed, gradients.scaler = True, None, self
 
     def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
-        """A flag, 1 where a gradient was not finite; None where none had arrived."""
-        found, groups = gradients.unscale_(self._inverse_scale()[0])
+        """Unscale one optimizer's gradients. Returns a flag, 1 if one is not finite; None if there are none."""
+        found_inf, groups = gradients.unscale_(self._inverse_scale()[0])
         notes = self._notes_of(gradients.optimizer)
-        self._agree(gradients.optimizer, found, groups)
-        flags = ranks.merged(notes.state["found_inf_per_device"], found)
+        self._agree(gradients.optimizer, found_inf, groups)
+        flags = ranks.merged(notes.state["found_inf_per_device"], found_inf)
         notes.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
         return self._found_inf(notes) if flags else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As `GradScaler.update`, counted."""
+        """Update the scale as `GradScaler.update` does, and count the update."""
         super().update(new_scale)
         self.updates += 1
 
     def checked_state(self, state_dict: Any) -> Any:
-        """A saved state that can be loaded; raises as `load_state_dict`, and changes nothing."""
+        """Return a saved state in the form that can be loaded; raises as `load_state_dict`, and changes nothing."""
         return saved_state.loadable(state_dict, self.loss_scale)
 
     def load_checked_state(self, state: Any) -> None:
-        """Load what `checked_state` returned, which cannot fail: several scalers load, or none does."""
+        """Load what `checked_state` returned. It cannot fail, so that of several scalers all load or none does."""
         self._take_over(state)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Count a step that an optimizer is about to make; `skipped` None where only the device knows."""
-        notes = Notes(optimizer, {}, self._last_step_of(optimizer))     # outside the iteration of the backward
+        """Count a step that an optimizer is about to make; `skipped` is None if only the device knows."""
+        notes = Notes(optimizer, {}, self._last_step_of(optimizer))     # own notes: the iteration of the backward has ended
         self._note_step(notes, found_inf, skipped=self._count(notes, found_inf, skipped=skipped))
 
 
 def _any(flags: Sequence[Tensor | None]) -> Tensor | None:
-    """One flag for several, set if any is, on the device of the first; None where all are."""
-    given = [flag for flag in flags if flag is not None]
-    return ranks.combined(given, given[0].device) if given else None
+    """One flag, set if any of `flags` is set, on the device of the first; None if all are None."""
+    present = [flag for flag in flags if flag is not None]
+    return ranks.combined(present, present[0].device) if present else None

@@ -1,9 +1,9 @@
 """MasterWeights: float32 copies of a 16-bit model's parameters, which the optimizer steps in their place.
 
-A float16 weight near 1 has its neighbors at 2**-10, a bfloat16 weight at 2**-7; an update below half of that vanishes
-when it is added. So the optimizer steps float32 masters, and the model gets them rounded (Micikevicius et al. 2018,
-section 3.1). Gradients arrive at the model's parameters and move to the masters in one pass, which widens, unscales and
-checks them. The optimizer, clipping and schedulers work on float32 tensors, unchanged.
+The neighbors of 1 are 2**-10 away in float16 and 2**-7 in bfloat16; adding an update below half of that changes
+nothing. So the optimizer steps float32 masters, and the model gets them rounded (Micikevicius et al., "Mixed Precision
+Training", 2018, section 3.1). Gradients arrive at the model's parameters and move to the masters in one pass that casts
+them to float32, unscales and checks them. Optimizer, clipping and schedulers work on float32 tensors, unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["MasterWeights"]
 
 @dataclass
 class _Pair:
-    """A 16-bit parameter, its master, and the parameter's version counter when it was last written from it."""
+    """A 16-bit parameter, its master, and the parameter's version counter after it was last written from the master."""
 
     param: Tensor
     master: Parameter
@@ -38,29 +38,30 @@ class _Pair:
 class MasterWeights:
     """Gives an optimizer float32 masters for its float16 and bfloat16 parameters.
 
-    From then on `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
+    Afterwards `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
     `step` takes the gradients that have arrived, updates the masters, writes them to the model (in the same launch for
-    `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too. `optimizer.zero_grad()` clears both
-    sides. float32 parameters stay as they are. 16-bit parameters that join later, by `add_param_group` or
-    `requires_grad_(True)`, get masters in the next step; frozen ones get none. A sparse gradient becomes dense.
+    `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too. `optimizer.zero_grad()` clears the
+    gradients of masters and model. float32 parameters stay as they are. 16-bit parameters that join later, by
+    `add_param_group` or `requires_grad_(True)`, get masters in the next step; frozen ones get none. A sparse gradient
+    becomes dense.
 
-    With `ampkit.GradScaler` nothing changes. With another scaler, call `take_gradients_()` after backward, so that it
-    finds float32 gradients.
+    `ampkit.GradScaler` finds the masters by itself. With another scaler, call `take_gradients_()` after backward, so
+    that the scaler finds float32 gradients.
 
-    Masters start from the 16-bit values; `load_state_dict` gives them others, such as those of the model in float32.
+    Masters start from the 16-bit values; `load_state_dict` can set others, such as the model's original float32 values.
 
-    If a 16-bit weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the value
-    wherever it no longer rounds to it. Changes through `.data` are not seen.
+    If a 16-bit weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the new value
+    in each element that no longer equals the rounded master. Changes through `.data` are not seen.
 
     Args:
-        optimizer: a `torch.optim.Optimizer` over the model's parameters; its state moves to the masters.
+        optimizer: a `torch.optim.Optimizer` over the model's parameters; its state for them moves to the masters.
 
     Raises:
-        TypeError: not an optimizer.
+        TypeError: `optimizer` is not an optimizer.
         RuntimeError: the optimizer has masters already.
-        ValueError: it has remainders, which are masters.
+        ValueError: the optimizer was made with `masters="remainder"`.
 
-    Never syncs. Memory per 16-bit parameter: 4 bytes for the master, and 4 for its gradient between `take_gradients_`
+    No method synchronizes with the device. Memory per 16-bit parameter: 4 bytes for the master, and 4 for its gradient between `take_gradients_`
     and the end of `step`.
 
     >>> model = torch.nn.Linear(2, 1).bfloat16()
@@ -76,7 +77,7 @@ class MasterWeights:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         refuse_other_masters(optimizer)
-        self.optimizer = weakref.proxy(optimizer)       # whose hooks keep this alive
+        self.optimizer = weakref.proxy(optimizer)       # a proxy: the hooks of the optimizer hold this object
         self._pairs: dict[int, _Pair] = {}
         self._adopt()
         set_masters(optimizer, self)
@@ -85,15 +86,19 @@ class MasterWeights:
         optimizer.register_step_post_hook(self._after_step)
 
     def model_parameters(self) -> list[Tensor]:
-        """The model's 16-bit parameters, in the order of `masters`."""
+        """Return the model's 16-bit parameters, in the order of `masters`."""
         return [pair.param for pair in self._pairs.values()]
 
     def masters(self) -> list[Parameter]:
-        """The float32 masters."""
+        """Return the float32 masters, in the order in which they were made."""
         return [pair.master for pair in self._pairs.values()]
 
     def master_of(self, param: Tensor) -> Parameter | None:
-        """The master of a model's parameter; None where it has none."""
+        """Return the master of a parameter, or None if it has none.
+
+        Args:
+            param: a parameter of the model.
+        """
         pair = self._pairs.get(id(param))
         return None if pair is None else pair.master
 
@@ -101,24 +106,25 @@ class MasterWeights:
     def take_gradients_(
         self, inv_scale: Tensor | None = None, found_inf: dict[torch.device, Tensor] | None = None
     ) -> None:
-        """Move the gradients that arrived at 16-bit parameters to their masters, in float32, times `inv_scale`.
+        """Move the gradients of 16-bit parameters to their masters, in float32, times `inv_scale`.
 
-        They are added where a master holds a gradient, and the 16-bit parameters' gradients are dropped, so that the
-        next backward is added in float32. Does nothing where none has arrived. Never syncs.
+        They are added to gradients that masters hold, and the 16-bit parameters' gradients are set to None, so that
+        several backwards add up in float32. Parameters without a gradient are left alone.
 
         Args:
-            inv_scale: the factor, one float32 element; None is 1.
-            found_inf: flags by device, set to 1 where a product is not finite; devices are added.
+            inv_scale: the factor, a float32 tensor of one element; None means 1.
+            found_inf: float32 flags of one element by device, set to 1 where a product is not finite. Flags of missing
+                devices are added. None: flags are not returned.
 
         Raises:
-            RuntimeError: a parameter was moved to another device than its master's. Nothing has changed then.
+            RuntimeError: a parameter is on another device than its master. Nothing has changed then.
         """
         self._adopt()
-        found = {} if found_inf is None else found_inf
+        flags = {} if found_inf is None else found_inf
         arrived = [(pair, grad) for pair in self._pairs.values() if (grad := pair.param.grad) is not None]
         for pair, _ in arrived:
             _check_device(pair)
-        # One launch per device for gradients that masters do not hold yet, one for those that are added.
+        # Two launches per device: gradients that become the master's, and gradients that are added to it.
         launches: dict[tuple[torch.device, bool], tuple[list[Tensor], list[Tensor]]] = {}
         for pair, grad in arrived:
             pair.param.grad = None
@@ -130,15 +136,15 @@ class MasterWeights:
             sources, destinations = launches.setdefault((grad.device, master.grad is not None), ([], []))
             if master.grad is None:
                 master.grad = torch.empty_like(grad, dtype=torch.float32)
-            sources.append(local_tensor(grad).resolve_neg())      # kernels see the memory, not the sign
+            sources.append(local_tensor(grad).resolve_neg())      # kernels read memory, without the negative bit
             destinations.append(local_tensor(master.grad))
         for (device, accumulate), (sources, destinations) in launches.items():
-            factor, flag = _scalars(device, inv_scale, found)
+            factor, flag = _scalars(device, inv_scale, flags)
             ampkit_kernels.backend(factor).unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
 
     @torch.no_grad()
     def write_back_(self) -> None:
-        """Round the masters into the model's 16-bit parameters, one launch per device. Never syncs."""
+        """Round the masters into the model's 16-bit parameters, in one launch per device."""
         by_device: dict[torch.device, list[_Pair]] = {}
         for pair in self._pairs.values():
             by_device.setdefault(pair.param.device, []).append(pair)
@@ -149,54 +155,35 @@ class MasterWeights:
         self._note_written()
 
     def state_dict(self) -> dict[str, Any]:
-        """The masters in the order of the parameter groups. Shares their storage.
+        """Return the masters in the order of the parameter groups; the tensors share their storage.
 
-        Together with the optimizer's own `state_dict` it resumes a run bit for bit.
+        Together with the optimizer's own `state_dict` it resumes a run to the bit.
         """
         return {"masters": [master.detach() for master in self._in_groups()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, and write the model's 16-bit parameters from it.
 
-        Raises:
-            KeyError: no "masters" in it. TypeError: no list of tensors. ValueError: another number of masters than
-            this optimizer has, or another shape. Nothing has been loaded then.
-        """
-        self.load_values_(self.checked_values(state_dict))
+        Args:
+            state_dict: {"masters": tensors}, one for each master in the order of the parameter groups, of any dtype.
 
-    def checked_values(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """The masters and their saved values in a state that `load_state_dict` takes; raises as that does."""
-        if "masters" not in state_dict:
-            raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
-        self._adopt()
-        saved, masters = state_dict["masters"], self._in_groups()
-        if not isinstance(saved, list | tuple) or not all(isinstance(value, Tensor) for value in saved):
-            raise TypeError(f"the saved masters are {saved!r}; expected a list of tensors")
-        if len(saved) != len(masters):
-            raise ValueError(f"there are {len(saved)} saved masters; this optimizer has {len(masters)}")
-        for index, (value, master) in enumerate(zip(saved, masters, strict=True)):
-            if value.shape != master.shape:
-                raise ValueError(
-                    f"the saved master {index} has shape {tuple(value.shape)}; this optimizer's {tuple(master.shape)}"
-                )
-        return list(zip(masters, saved, strict=True))
+        Raises:
+            KeyError: there is no "masters" in it.
+            TypeError: "masters" is not a list of tensors.
+            ValueError: another number of masters, or another shape. Nothing has been loaded when it raises.
+        """
+        load_masters_(self, saved_masters(self, state_dict))
 
     def _in_groups(self) -> list[Tensor]:
+        """The masters in the order of the parameter groups."""
         masters = {id(pair.master) for pair in self._pairs.values()}
         return [param for group in self.optimizer.param_groups for param in group["params"] if id(param) in masters]
 
     @torch.no_grad()
-    def load_values_(self, values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy values into masters, and round all masters into the model."""
-        for master, value in values:
-            master.copy_(value)
-        self.write_back_()
-
-    @torch.no_grad()
     def follow_model_(self) -> None:
-        """Let masters take the values of 16-bit parameters that were changed from outside. Never syncs.
+        """Copy 16-bit parameters that were changed from outside into their masters; `step` calls this itself.
 
-        An element that is still its master rounded keeps the master's digits. `step` calls this itself.
+        Elements that equal the rounded master leave the master's value as it is.
         """
         for pair in self._pairs.values():
             if pair.param._version != pair.version:
@@ -204,7 +191,7 @@ class MasterWeights:
                 master.copy_(torch.where(param == master.to(param.dtype), master, param.to(torch.float32)))
 
     def _adopt(self) -> None:
-        """Put masters in the place of the 16-bit parameters that the optimizer still holds."""
+        """Replace the 16-bit parameters in the optimizer's groups by masters."""
         optimizer = self.optimizer
         before = len(self._pairs)
         for group in optimizer.param_groups:
@@ -221,7 +208,7 @@ class MasterWeights:
                 params[index] = master
                 _move_state(optimizer, param, master)
                 self._pairs[id(param)] = _Pair(param, master, param._version)
-        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):    # it writes the model as it steps
+        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):    # `ampkit.optim` writes the model as it steps
             optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -251,8 +238,10 @@ class MasterWeights:
             pair.master.grad = None
 
     def _note_written(self) -> None:
-        # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors, and a
-        # write to a shard does not bump its DTensor's.
+        """Count the write in version counters, by which autograd finds stale tensors.
+
+        Kernels that write by address do not, and a write to a shard is not counted for its DTensor.
+        """
         params = self.model_parameters()
         torch.autograd.graph.increment_version([*params, *map(local_tensor, params)])
         for pair in self._pairs.values():
@@ -267,14 +256,40 @@ class MasterWeights:
                 pair.param.grad.detach_().zero_()
 
 
+def saved_masters(masters: MasterWeights, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Each master with its saved value; raises as `MasterWeights.load_state_dict`, and loads nothing."""
+    if "masters" not in state_dict:
+        raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
+    masters._adopt()
+    saved, present = state_dict["masters"], masters._in_groups()
+    if not isinstance(saved, list | tuple) or not all(isinstance(tensor, Tensor) for tensor in saved):
+        raise TypeError(f"the saved masters are {saved!r}; expected a list of tensors")
+    if len(saved) != len(present):
+        raise ValueError(f"there are {len(saved)} saved masters; this optimizer has {len(present)}")
+    for index, (tensor, master) in enumerate(zip(saved, present, strict=True)):
+        if tensor.shape != master.shape:
+            raise ValueError(
+                f"the saved master {index} has shape {tuple(tensor.shape)}; this optimizer's {tuple(master.shape)}"
+            )
+    return list(zip(present, saved, strict=True))
+
+
+@torch.no_grad()
+def load_masters_(masters: MasterWeights, values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy values into masters, given as pairs, and round all masters into the model."""
+    for master, value in values:
+        master.copy_(value)
+    masters.write_back_()
+
+
 def _scalars(
-    device: torch.device, inv_scale: Tensor | None, found: dict[torch.device, Tensor]
+    device: torch.device, inv_scale: Tensor | None, flags: dict[torch.device, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The factor and the flag of a device; the flag is made where there is none."""
+    """The factor and the flag of a device; a missing flag is added to `flags`."""
     factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else moved(inv_scale, device)
-    if device not in found:
-        found[device] = torch.zeros((), dtype=torch.float32, device=device)
-    return factor, found[device]
+    if device not in flags:
+        flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+    return factor, flags[device]
 
 
 def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Parameter) -> None:
@@ -287,7 +302,6 @@ def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Paramet
     }
 
 
-
 def _check_device(pair: _Pair) -> None:
     if pair.param.device != pair.master.device:
         raise RuntimeError(
@@ -297,7 +311,7 @@ def _check_device(pair: _Pair) -> None:
 
 
 def refuse_other_masters(optimizer: Any) -> None:
-    """Raise for an optimizer that has masters: `RuntimeError` for these here, `ValueError` for remainders."""
+    """Raise `RuntimeError` for an optimizer with `MasterWeights`, `ValueError` for one with remainders."""
     if masters_of(optimizer) is not None:
         raise RuntimeError(
             f"this {type(optimizer).__name__} has master weights already; keep using the first MasterWeights, "
@@ -306,6 +320,6 @@ def refuse_other_masters(optimizer: Any) -> None:
     if getattr(optimizer, "has_remainders", False):
         raise ValueError(
             f"this {type(optimizer).__name__} has masters='remainder', which makes float32 masters of bfloat16 weights "
-            "and their remainders; expected one kind of masters: leave out that argument, or use the optimizer alone, "
-            "as at level O3"
+            "and their remainders; expected one kind of masters: leave out that argument, or use the optimizer without "
+            "other masters, as at level O3"
         )

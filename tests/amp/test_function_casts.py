@@ -262,5 +262,5 @@ def test_what_is_refused() -> None:
         amp.float_function(3)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="torch has no function 'bmmm' to register"):
         amp.register_half_function(torch, "bmmm")
-    with pytest.raises(ValueError, match=r"functional.multi_head_attention_forward is no single operator that"):
+    with pytest.raises(ValueError, match=r"functional.multi_head_attention_forward is not a single operator, and"):
         amp.register_half_function(F, "multi_head_attention_forward")

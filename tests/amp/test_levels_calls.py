@@ -47,7 +47,7 @@ def test_options_that_make_no_sense() -> None:
         ("O1", {"cast_model_type": torch.float16}, ValueError, f"cast_model_type=torch.float16 {senseless} O1"),
         ("O2", {"cast_model_type": torch.float64}, ValueError, "cast_model_type is torch.float64; expected"),
         ("O2", {"cast_model_type": "fp16", "dtype": "bf16"}, ValueError, "are one property; leave one out"),
-        ("O2", {"num_losses": 0}, ValueError, "num_losses is 0; expected how many"),
+        ("O2", {"num_losses": 0}, ValueError, "num_losses is 0; expected the number of losses"),
         ("O2", {"keep_batchnorm_fp32": 1}, TypeError, "keep_batchnorm_fp32 is 1; expected True, False, 'True', "),
         ("O2", {"master_weights": "True"}, TypeError, "master_weights is 'True'; expected True, False or None"),
         ("O2", {"keep_bn_fp32": True}, TypeError, "initialize got keep_bn_fp32; expected properties among dtype"),
@@ -190,12 +190,12 @@ def test_models_and_optimizers_that_are_refused() -> None:
         ((masked,), RuntimeError, "buffer mask is torch.bfloat16"),
         ((nn.DataParallel(make()),), RuntimeError, "wrapped in DataParallel already; call amp.initialize on the bare"),
         (([model, model],), ValueError, "models holds one object twice"),
-        ((patched, on_patched), RuntimeError, "given a forward of its own"),
+        ((patched, on_patched), RuntimeError, "the forward of this Net was replaced on the instance"),
         ((done[0],), RuntimeError, "this Net has been through ampkit.half or amp.initialize already"),
         ((model, done[1]), RuntimeError, "this SGD has been through initialize already; call it once"),
         ((model, "sgd"), TypeError, "optimizers holds a str; expected a torch.optim.Optimizer"),
         ((model, larc), TypeError, "holds a Larc; expected .* an object that holds one as `optim`"),
-        ((other, sgd(model)), RuntimeError, "SGD holds no parameter of the models given; make the optimizer from the"),
+        ((other, sgd(model)), RuntimeError, "SGD holds no parameter of these models; make the optimizer from the"),
         ((other, wrapped), RuntimeError, "has master weights already; pass initialize a bare optimizer"),
         ((other, with_masters), RuntimeError, "has master weights already"),
         (([model, other], [plain, with_remainders], "O2"), ValueError, "AdamW has masters='remainder', which makes"),
@@ -239,12 +239,12 @@ def test_calls_out_of_order_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"gradients of a delayed backward are still scaled"):
         optimizer.step()
     backward(loss_of(model), optimizer)
-    with pytest.raises(RuntimeError, match="got a closure, whose backward is not seen here"):
+    with pytest.raises(RuntimeError, match="got a closure, whose backward would not be unscaled"):
         optimizer.step(lambda: None)
     optimizer.step()
     with pytest.raises(TypeError, match="scale_loss takes the loss tensor that backward is called on, got float"):
         backward(1.0, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(IndexError, match="loss_id is 1, and there are scales for 1 losses; expected 0 to 0: pass num"):
+    with pytest.raises(IndexError, match="loss_id is 1; expected 0 to 0, or pass num_losses to initialize; it is 1"):
         backward(loss_of(model), optimizer, loss_id=1)
     model, optimizer = set_up("O0")     # which steps on anything
     optimizer.step()
@@ -382,7 +382,7 @@ def test_disabled_is_as_if_ampkit_were_not_there() -> None:
 def test_two_calls_are_distinguished() -> None:
     _, first = set_up("O1", dtype=torch.float16)
     _, second = set_up("O2", dtype=torch.float16, loss_scale=8.0)
-    with pytest.raises(RuntimeError, match="initialize has been called 2 times; pass an optimizer"):
+    with pytest.raises(RuntimeError, match="initialize has been called 2 times; pass an optimizer of the call"):
         amp.state_dict()
     assert amp.state_dict(second)["loss_scaler0"]["loss_scale"] == 8.0
     with pytest.raises(RuntimeError, match="come from 2 calls of initialize"):
