@@ -1,8 +1,8 @@
-"""What stands between a converted module and its callers: casts of inputs and outputs, and a region or none.
+"""Casts of inputs and outputs, and an autocast region, around a converted module or one kept in float32.
 
-A module gets a subclass of its own class whose forward does the work, rather than hooks or a forward stored on the
-instance: direct calls of `forward` are covered, replicas of `nn.DataParallel` run their own forward, an interrupt
-leaves no region open, and the signature stays what it was.
+The module's class becomes a subclass with another forward. Unlike hooks or a forward stored on the instance, this
+covers direct calls of `forward`, lets replicas of `nn.DataParallel` run their own forward, leaves no region open after
+an interrupt, and keeps the signature.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ M = TypeVar("M", bound=Module)
 
 
 class Boundary(NamedTuple):
-    """Casts around one module's calls; a dtype of None means no cast.
+    """Casts around the calls of a module; a dtype of None means no cast.
 
-    `region` is what operators compute in: a 16-bit type opens a region with `policy`, float32 turns autocast off, None
-    leaves it as the caller has it.
+    `region`: a 16-bit type opens a region of this dtype with `policy`, float32 turns autocast off, None changes nothing.
     """
 
     inputs: torch.dtype | None = None
@@ -38,7 +37,7 @@ class Boundary(NamedTuple):
     policy: Policy | None = None
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward(module, ...)` between the casts, in a region for the device that the module is on."""
+        """Wrap `forward(module, ...)` in the casts and a region for the module's device."""
 
         @functools.wraps(forward)
         def bounded(module: Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,14 +59,14 @@ class Boundary(NamedTuple):
 
 
 class _Bounded(WrappedForward):
-    """Modules with a boundary."""
+    """Base class of models with a boundary."""
 
 
 def put_boundary(module: M, boundary: Boundary) -> M:
-    """Put `boundary` around every call of `module`; returns `module`, whose class is now a subclass.
+    """Put `boundary` around every call of `module`, by replacing its class; returns `module`.
 
     Raises:
-        RuntimeError: the module has a boundary, or a forward of its own that its class does not know.
+        RuntimeError: the module has a boundary, or its forward was replaced on the instance.
     """
     refuse_bounded(module)
     _Bounded.put_around(module, boundary)
@@ -75,44 +74,44 @@ def put_boundary(module: M, boundary: Boundary) -> M:
 
 
 class _Kept(WrappedForward):
-    """float32 modules inside a 16-bit model."""
+    """Base class of modules kept in float32 inside a 16-bit model."""
 
 
 def keep_in_float32(module: Module, dtype: torch.dtype) -> None:
-    """Have `module` compute in float32, autocast off, and return `dtype`.
+    """Make `module` compute in float32, with autocast off, and return `dtype`.
 
-    Its inputs are cast up, but for batch norms, whose kernels take 16-bit inputs beside float32 weights.
+    Its inputs are cast up, except those of batch norms, whose kernels take 16-bit inputs beside float32 weights.
     """
     inputs = None if isinstance(module, BatchNorm) else torch.float32
     _Kept.put_around(module, Boundary(inputs, dtype, torch.float32))
 
 
 def refuse_bounded(module: Module) -> None:
-    """Raise `RuntimeError` for a module that has a boundary, or a forward that its class does not know."""
+    """Raise `RuntimeError` for a module that has a boundary, is scripted, or has its forward replaced."""
     if isinstance(module, _Bounded):
         raise RuntimeError(
-            f"this {type(module).__name__} has been through ampkit.half or amp.initialize already, and a second "
-            f"conversion would only stack its casts; build the model again, or keep the converted one"
+            f"this {type(module).__name__} has been through ampkit.half or amp.initialize already; a second "
+            f"conversion would cast twice; build the model again, or keep the converted one"
         )
     refuse_patched(module)
 
 
 def refuse_patched(module: Module) -> None:
-    """Raise `RuntimeError` for a module with a forward that its class does not know, and that no subclass replaces."""
+    """Raise `RuntimeError` for a module whose forward a subclass cannot replace: scripted, or set on the instance."""
     if is_scripted(module):
         raise RuntimeError(
-            "this module is scripted or traced: TorchScript runs its forward, and nothing can be put around that; "
+            "this module is scripted or traced: TorchScript runs its forward, around which nothing can be cast; "
             "convert the model before torch.jit.script, or convert an nn.Module that calls this one"
         )
     if "forward" in vars(module):
         raise RuntimeError(
-            f"this {type(module).__name__} was given a forward of its own, which its class does not know; convert "
-            f"the model before anything that patches its forward"
+            f"the forward of this {type(module).__name__} was replaced on the instance; convert the model before "
+            f"anything that patches its forward"
         )
 
 
 def device_type_of(module: Module) -> str:
-    """The device type of a module's first parameter or buffer; the CPU's where it has neither."""
+    """The device type of a module's first parameter, else of its first buffer, else "cpu"."""
     for tensors in (module.parameters(), module.buffers()):
         for tensor in tensors:
             return tensor.device.type

@@ -1,7 +1,7 @@
-"""check_half: which modules to keep in float32 when a model is converted to half precision, found by trying.
+"""check_half: find by trial which modules to keep in float32 when a model is converted to half precision.
 
-A copy is converted with one more module kept, and runs on a sample: the error of its output is what counts. What single
-operators of a converted model do, `debugging.find_nonfinite` and `compare_precision` show.
+Copies of the model, each with one more module kept, run on a sample, and the errors of their outputs are compared. For
+single operators of a converted model there are `debugging.find_nonfinite` and `compare_precision`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from ampkit.containers import map_tensors
 from ampkit.dtypes import REAL_FLOATS, dtype_name, short
 from ampkit.half_precision.half import BATCH_NORMS, HalfPlan, Keep, checked_dtypes, half, kept_keys
 from ampkit.policy.module_paths import is_scripted
+from ampkit.text_tables import table
 
 __all__ = ["HalfModule", "HalfReport", "check_half"]
 
-_LEAST_GAIN = 1 / 3     # of two modules that round alike, keeping either one takes 0.29 off the error
+_LEAST_GAIN = 1 / 3     # more than 0.29, the gain of keeping either of two modules with equal errors
 
 
 class HalfModule(NamedTuple):
-    """A module, and what it returns in half beside what it returns in float32.
+    """The outputs of one module in half precision compared with those in float32.
 
-    `largest` is the largest finite magnitude in float32, `error` the relative L2 error in half, with what came in (NaN
-    where the module did not run), `overflows` counts what is inf or NaN in half alone. `kept_error` is the error of the
-    model's output with this module in float32 too; None where that was not tried, inf where `half` refuses it: one of
-    two tied weights.
+    Attributes:
+        path: the module's path in the model.
+        largest: the largest finite magnitude in float32.
+        error: the relative L2 error in half, errors of the inputs included; NaN if the module did not run.
+        overflows: the number of elements that are inf or NaN in half but not in float32.
+        kept_error: the error of the model's output with this module in float32 too; None if that was not tried, inf if
+            `half` refuses it because a weight is tied to another module's.
     """
 
     path: str
@@ -46,13 +50,18 @@ class HalfModule(NamedTuple):
 
 @dataclass
 class HalfReport:
-    """What `check_half` found. `str()` is a table in the order in which modules returned.
+    """The result of `check_half`; `str()` prints a table in the order in which modules returned.
 
-    `error` is the relative L2 error of the model's output in half, inf where that is inf or NaN and float32's is not.
-    `unfit` names parameters that the dtype cannot hold, `too_large` modules whose outputs it cannot carry. `keep` is
-    what to add to `keep_fp32`: the owners of `unfit`, modules around what is `too_large` (where there is none, use
-    bfloat16), and modules whose own operators make a third of the error; `kept_error` is the error that is left.
-    `largest_input` is the largest finite magnitude in the sample: where `dtype` cannot hold it, no `keep` helps.
+    Attributes:
+        dtype: the 16-bit type.
+        error: the relative L2 error of the model's output in half; inf if it is inf or NaN where float32's is finite.
+        kept_error: the error with `keep` in float32.
+        modules: a row for each module that ran.
+        unfit: names of parameters that `dtype` cannot hold.
+        too_large: paths of modules whose outputs `dtype` cannot hold.
+        keep: paths to add to `keep_fp32`: the owners of `unfit`, modules around those of `too_large` (use bfloat16 if
+            there are none), and modules whose own operators make a third of the error.
+        largest_input: the largest finite magnitude in the sample; if `dtype` cannot hold it, no `keep` helps.
     """
 
     dtype: torch.dtype
@@ -66,24 +75,23 @@ class HalfReport:
 
     def __str__(self) -> str:
         name = dtype_name(self.dtype)
-        width = max(len(row.path or "(the model)") for row in self.modules)
-        lines = [f"{name}: output error {self.error:.2e}"]
-        lines.append(f"{'module':<{width}}  {'largest':>9}  {'error':>9}  overflows  output error with it in float32")
+        rows = [("module", "largest", "error", "overflows", "output error with it in float32")]
         for path, largest, error, overflows, kept_error in self.modules:
-            kept = "" if kept_error is None else f"  {kept_error:.2e}"
-            lines.append(f"{path or '(the model)':<{width}}  {largest:>9.3g}  {error:>9.2e}  {overflows:>9}{kept}")
+            kept = "" if kept_error is None else f"{kept_error:.2e}"
+            rows.append((path or "(the model)", f"{largest:.3g}", f"{error:.2e}", str(overflows), kept))
+        lines = [f"{name}: output error {self.error:.2e}", *table(rows, {"largest", "error", "overflows"})]
         if self.unfit:
             lines.append(f"parameters that {name} cannot hold: {', '.join(self.unfit)}")
         if self.too_large:
-            lines.append(f"outputs that {name} cannot carry: {', '.join(self.too_large)}")
+            lines.append(f"outputs too large for {name}: {', '.join(self.too_large)}")
         limit = torch.finfo(self.dtype).max
         if self.largest_input > limit:
             lines.append(
-                f"the sample holds {self.largest_input:.3g} and {name} ends at {limit:.3g}: the inputs are cast before "
-                "any module runs, kept ones too; scale them down first, or use bfloat16"
+                f"the sample holds {self.largest_input:.3g}, and {name} ends at {limit:.3g}; inputs are cast before any "
+                "module runs, also before kept modules: scale them down, or use bfloat16"
             )
-        then = f" (output error {self.error:.2e} -> {self.kept_error:.2e})" if self.keep else ""
-        lines.append(f"worth keeping in float32: {', '.join(self.keep) or 'nothing'}{then}")
+        gain = f" (output error {self.error:.2e} -> {self.kept_error:.2e})" if self.keep else ""
+        lines.append(f"worth keeping in float32: {', '.join(self.keep) or 'nothing'}{gain}")
         return "\n".join(lines)
 
 
@@ -95,67 +103,71 @@ def check_half(
     *,
     in_region: bool = False,
 ) -> HalfReport:
-    """Run copies of a float32 model in float32 and in half on a sample, in eval mode, and try what to keep in float32.
+    """Run copies of a float32 model in float32 and in half on a sample, and try which modules to keep in float32.
+
+    Copies are in eval mode. While the error is above the dtype's `eps`, a copy is converted and run for each module,
+    and again after each module that is proposed. Synchronizes with the device.
 
     Args:
-        model: stays as it is.
-        sample: what to call it with: a tuple of positional arguments, a mapping of keyword arguments, or one argument.
+        model: a float32 model; it is not changed.
+        sample: a tuple of positional arguments, a mapping of keyword arguments, or one argument.
         dtype, keep_fp32, in_region: as of `half`.
 
     Returns:
         A `HalfReport`; print it, or call `half` with its `keep` added to `keep_fp32`.
 
     Raises:
-        What `half` raises, apart from parameters that do not fit: they are reported.
-
-    Reads the device. While the error is above the dtype's `eps`, it converts and runs a copy for each module, and again
-    after each module that it proposes.
+        TypeError, ValueError, RuntimeError: as `half`, except that parameters which do not fit are reported.
 
     >>> report = check_half(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(1, 4))
     >>> report.too_large, report.keep
     ([], [])
     """
-    _require_order(sample, dtype)
+    _refuse_swapped(sample, dtype)
     dtype, _ = checked_dtypes(model, dtype)
     keys, limits = kept_keys(keep_fp32), torch.finfo(dtype)
     plan = HalfPlan(model, dtype, keys)
     can_be_kept = {path for path, module in model.named_modules() if not is_scripted(module)}
     expected: dict[str, _Calls] = {}
-    output = _called(copy.deepcopy(model), sample, expected)
+    output = _run(copy.deepcopy(model), sample, expected)
 
     def error(keep: Sequence[str], calls: dict[str, _Calls] | None = None) -> float:
         try:
-            low = half(model, dtype, (*keys, *keep), in_region=in_region)
-        except ValueError:      # one of two tied weights
+            converted = half(model, dtype, (*keys, *keep), in_region=in_region)
+        except ValueError:      # a kept weight is tied to one that is not
             return math.inf
-        return _compared(_called(low, sample, calls), output)[0]
+        return _compared(_run(converted, sample, calls), output)[0]
 
-    owners = (_around(name.rpartition(".")[0], can_be_kept) for name in plan.unfit)
+    owners = (_nearest(name.rpartition(".")[0], can_be_kept) for name in plan.unfit)
     keep = list(dict.fromkeys(path for path in owners if path))
-    low: dict[str, _Calls] = {}
-    before = error(keep, low)
+    in_half: dict[str, _Calls] = {}
+    before = error(keep, in_half)
     largest = {path: max(map(_magnitude, calls.outputs), default=0.0) for path, calls in expected.items()}
-    fit = {path for path, most in largest.items() if most <= limits.max and path in can_be_kept}
-    found = low
-    while (path := _overflowing(found, expected, fit)) and path not in keep:
+    fit = {path for path, magnitude in largest.items() if magnitude <= limits.max and path in can_be_kept}
+    calls = in_half
+    while (path := _overflowing(calls, expected, fit)) and path not in keep:
         keep.append(path)
-        error(keep, found := {})
+        calls = {}
+        error(keep, calls)
     tried, after = _keep_what_helps(error, keep, [path for path in expected if path in can_be_kept], limits.eps)
     inside = {path for module, path in plan.kept.items() if module not in plan.outermost}
-    too_large = [path for path, most in largest.items() if most > limits.max and path not in inside]
-    modules = [_row(path, most, low, expected, tried) for path, most in largest.items()]
+    too_large = [path for path, magnitude in largest.items() if magnitude > limits.max and path not in inside]
+    modules = [_row(path, magnitude, in_half, expected, tried) for path, magnitude in largest.items()]
     largest_input = max(map(_magnitude, _floats(sample)), default=0.0)
     return HalfReport(dtype, before, after, modules, list(plan.unfit), too_large, keep, largest_input)
 
 
 def _row(
-    path: str, largest: float, low: Mapping[str, _Calls], expected: Mapping[str, _Calls], tried: Mapping[str, float]
+    path: str, largest: float, in_half: Mapping[str, _Calls], expected: Mapping[str, _Calls], tried: Mapping[str, float]
 ) -> HalfModule:
-    compared = _compared(low[path].outputs, expected[path].outputs) if path in low else (math.nan, 0)
-    return HalfModule(path, largest, *compared, tried.get(path))
+    error, overflows = math.nan, 0
+    if path in in_half:
+        error, overflows = _compared(in_half[path].outputs, expected[path].outputs)
+    return HalfModule(path, largest, error, overflows, tried.get(path))
 
 
-def _require_order(sample: Any, dtype: Any) -> None:
+def _refuse_swapped(sample: Any, dtype: Any) -> None:
+    """Raise `TypeError` for a dtype in the place of the sample, or a tensor in that of the dtype."""
     if isinstance(sample, torch.dtype) or isinstance(dtype, Tensor):
         raise TypeError(
             f"sample is {short(sample)} and dtype is a {type(dtype).__name__}; expected the sample first: "
@@ -165,28 +177,26 @@ def _require_order(sample: Any, dtype: Any) -> None:
 
 @dataclass
 class _Calls:
-    """What the calls of one module returned, and whether all that they took was finite."""
+    """The outputs of one module's calls, and whether all inputs were finite."""
 
     outputs: list[Tensor] = field(default_factory=list)
-    took_finite: bool = True
+    finite_inputs: bool = True
 
 
-def _overflowing(
-    found: Mapping[str, _Calls], expected: Mapping[str, _Calls], places: Container[str]
-) -> str:
-    """The nearest of `places` around the module where something overflows first, that module included; "" for none.
+def _overflowing(in_half: Mapping[str, _Calls], expected: Mapping[str, _Calls], candidates: Container[str]) -> str:
+    """The nearest candidate at or around the first module that overflows; "" if there is none.
 
-    A module returns 16 bits even when it is kept, so what is too large for that has to stay inside of a kept one.
+    A kept module returns 16 bits too, so a value too large for them has to stay inside a kept module.
     """
-    for path, calls in found.items():
-        if path in expected and calls.took_finite and _compared(calls.outputs, expected[path].outputs)[1]:
-            return _around(path, places)
+    for path, calls in in_half.items():
+        if path in expected and calls.finite_inputs and _compared(calls.outputs, expected[path].outputs)[1]:
+            return _nearest(path, candidates)
     return ""
 
 
-def _around(path: str, places: Container[str]) -> str:
-    """The nearest of `places` from this module outwards; "" for none, or for the model itself."""
-    while path and path not in places:
+def _nearest(path: str, candidates: Container[str]) -> str:
+    """The first candidate from this module outwards; "" if there is none but the model itself."""
+    while path and path not in candidates:
         path = path.rpartition(".")[0]
     return path
 
@@ -196,7 +206,7 @@ def _keep_what_helps(
 ) -> tuple[dict[str, float], float]:
     """Add to `keep` the modules whose own operators make a third of the error or more, the worst first.
 
-    Returns the errors with one module kept beside those that `keep` began with, and the error that is left.
+    Returns the error for each module kept beside the initial `keep`, and the error with the final `keep`.
     """
     tried: dict[str, float] = {}
     left = error(keep)
@@ -207,7 +217,7 @@ def _keep_what_helps(
         gains = {"": 0.0}
         for path, after in errors.items():
             if after <= (1 - _LEAST_GAIN) * left:
-                # What the modules in it gain by themselves is not its own.
+                # The gain of keeping the modules inside it is not its own.
                 has_modules = any(other.startswith(f"{path}.") for other in paths)
                 gains[path] = (error([*keep, f"{path}.**"]) if has_modules else left) - after
         best = max(gains, key=gains.__getitem__)
@@ -218,19 +228,18 @@ def _keep_what_helps(
     return tried, left
 
 
-def _called(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) -> list[Tensor]:
-    """The floating-point tensors that a model returns for a copy of the sample, in eval mode.
+def _run(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) -> list[Tensor]:
+    """The floating-point outputs of a model in eval mode for a copy of the sample.
 
-    `calls` gets those of each module, in the order in which modules first returned.
+    `calls` is filled with those of each module, in the order in which modules first returned.
     """
-
     paths = {module: path for path, module in model.named_modules()}
 
     def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
         if calls is not None:
-            known = calls.setdefault(paths[module], _Calls())
-            known.outputs += [tensor.clone() for tensor in _floats(output)]
-            known.took_finite &= all(bool(tensor.isfinite().all()) for tensor in _floats((args, kwargs)))
+            module_calls = calls.setdefault(paths[module], _Calls())
+            module_calls.outputs += [tensor.clone() for tensor in _floats(output)]
+            module_calls.finite_inputs &= all(bool(tensor.isfinite().all()) for tensor in _floats((args, kwargs)))
 
     def note_scripted(module: Module, args: Any, output: Any) -> None:
         if is_scripted(module) and module in paths:
@@ -242,31 +251,33 @@ def _called(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) 
     with ExitStack() as hooks, torch.no_grad():
         if calls is not None:
             for module in paths:
-                if not is_scripted(module):     # TorchScript refuses hooks of a module's own
+                if not is_scripted(module):     # which would refuse the hook
                     hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
-            # Without keyword arguments: torch never takes the note of a global hook that asks for them back.
+            # Without keyword arguments: torch does not clean up after global hooks that take them.
             hooks.callback(register_module_forward_hook(note_scripted).remove)
         return _floats(model.eval()(*args, **kwargs))
 
 
 def _magnitude(tensor: Tensor) -> float:
+    """The largest finite magnitude in a tensor."""
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _compared(got: list[Tensor], expected: list[Tensor]) -> tuple[float, int]:
-    """The relative L2 error, inf where it is not finite, and the count of those elements.
+def _compared(outputs: list[Tensor], expected: list[Tensor]) -> tuple[float, int]:
+    """The relative L2 error, inf if not finite, and the number of elements that are not finite.
 
-    Where float32 is not finite, nothing is compared.
+    Elements that are not finite in float32 are left out.
     """
-    pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=False)]
+    pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(outputs, expected, strict=False)]
     pairs = [(a[b.isfinite()], b[b.isfinite()]) for a, b in pairs if a.shape == b.shape]
     distance, size = sum((a - b).square().sum() for a, b in pairs), sum(b.square().sum() for _, b in pairs)
     error = float(distance / size if size > 0 else distance) ** 0.5
     return error if math.isfinite(error) else math.inf, sum(int((~a.isfinite()).sum()) for a, _ in pairs)
 
 
-def _floats(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
-    return [tensor for tensor in found if tensor.dtype in REAL_FLOATS]
+def _floats(tree: Any) -> list[Tensor]:
+    """The floating-point tensors in containers."""
+    tensors: list[Tensor] = []
+    map_tensors(tree, lambda tensor: tensors.append(tensor) or tensor)
+    return [tensor for tensor in tensors if tensor.dtype in REAL_FLOATS]

@@ -65,7 +65,7 @@ def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_propose
     assert tried["4"] < min(tried["3"], tried["5"])
     text = str(report).splitlines()
     assert [line.split()[0] for line in text[2:-2]] == [row.path or "(the" for row in report.modules]
-    assert text[-2] == "outputs that float16 cannot carry: 1.1"
+    assert text[-2] == "outputs too large for float16: 1.1"
     assert text[-1].startswith("worth keeping in float32: 0, 1, 2, 4 (output error inf -> ")
     assert check_half(model, x, keep_fp32=report.keep).keep == []
 
@@ -80,7 +80,7 @@ def test_inputs_that_do_not_fit() -> None:
     model, x = nn.Linear(4, 4), torch.full((1, 4), 1e6)
     report = check_half(model, {"input": x})
     assert (report.largest_input, report.keep) == (1e6, [])
-    assert "the sample holds 1e+06 and float16 ends at 6.55e+04: the inputs are cast before any module" in str(report)
+    assert "the sample holds 1e+06, and float16 ends at 6.55e+04; inputs are cast before any module runs" in str(report)
     for fits in (check_half(model, (x,), torch.bfloat16), check_half(model, [x / 100])):
         assert "the sample holds" not in str(fits)
 
@@ -116,7 +116,7 @@ def test_dtypes_are_taken_and_refused_as_half_does() -> None:
         assert report.dtype is dtype
         assert report == check_half(model, x, dtype)
     for wrong in ("half", torch.float64, "float32", torch.int8, None):
-        with pytest.raises(ValueError, match=r"expected torch\.float16, torch\.bfloat16 or one's name"):
+        with pytest.raises(ValueError, match=r"expected torch\.float16, torch\.bfloat16 or the name of one"):
             check_half(model, x, wrong)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
         check_half(half(model), x)
