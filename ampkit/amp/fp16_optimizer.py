@@ -131,13 +131,15 @@ class FP16Optimizer(torch.optim.Optimizer):
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
-        """Move the gradients that `backward(..., update_master_grads=False)` has left to the masters.
+        """Move the gradients of `backward(..., update_master_grads=False)` to the masters.
 
         Raises:
             RuntimeError: there are no such gradients.
         """
         if not self._gradients.still_scaled():
-            raise RuntimeError("there are no scaled gradients; call optimizer.backward(loss) first, not loss.backward()")
+            raise RuntimeError(
+                "there are no scaled gradients; call optimizer.backward(loss) first, not loss.backward()"
+            )
         self.scaler.unscale_all_([self._gradients])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -308,7 +308,7 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None =
 
 
 def _scaler_state(entry: Any, name: str, scaler: LossScaler) -> Any:
-    """The scaler's state in a saved entry; Apex saves two numbers, which are put into this scaler's present state."""
+    """The scaler's state in a saved entry; the two numbers that Apex saves replace the present ones."""
     if isinstance(entry, Mapping) and "scaler" in entry:
         return entry["scaler"]
     if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
@@ -332,8 +332,8 @@ class _Session:
         """The scaler of a loss. Raises `IndexError` for an unknown `loss_id`."""
         if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise IndexError(
-                f"loss_id is {loss_id!r}; expected 0 to {len(self.scalers) - 1}, or pass num_losses to initialize; it is "
-                f"{len(self.scalers)}"
+                f"loss_id is {loss_id!r}; expected 0 to {len(self.scalers) - 1}, or pass num_losses to initialize, "
+                f"which is {len(self.scalers)}"
             )
         return self.scalers[loss_id]
 

@@ -111,7 +111,7 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
 
 
 def _as_apex_casts(opt_level: str, level: Level, given: dict[str, Any]) -> Level:
-    """The level with `patch_torch_functions` and `cast_model_type`; a 16-bit type of the latter becomes the `dtype`."""
+    """The level after `patch_torch_functions` and `cast_model_type`, whose 16-bit type becomes `dtype`."""
     patches = given.get("patch_torch_functions", level.has_region)
     if not isinstance(patches, bool):
         raise TypeError(f"patch_torch_functions is {patches!r}; expected True, False or None")
@@ -122,7 +122,9 @@ def _as_apex_casts(opt_level: str, level: Level, given: dict[str, Any]) -> Level
     if model_type is False or model_type is torch.float32:      # the model keeps its float32 weights
         return level._replace(casts_model=False, inputs=model_type or None)
     if model_type not in SIXTEEN_BIT:
-        raise ValueError(f"cast_model_type is {model_type!r}; expected torch.float16, torch.bfloat16, torch.float32 or False")
+        raise ValueError(
+            f"cast_model_type is {model_type!r}; expected torch.float16, torch.bfloat16, torch.float32 or False"
+        )
     if opt_level == "O1":
         raise _senseless("cast_model_type", model_type, opt_level, "'O2' or 'O3'")
     if given.setdefault("dtype", model_type) is not model_type:
@@ -132,8 +134,8 @@ def _as_apex_casts(opt_level: str, level: Level, given: dict[str, Any]) -> Level
 
 def _senseless(name: str, value: Any, opt_level: str, others: str) -> ValueError:
     return ValueError(
-        f"{name}={value} makes no sense at {opt_level} ({LEVELS[opt_level].description}); leave it out, or use opt_level "
-        f"{others}"
+        f"{name}={value} makes no sense at {opt_level} ({LEVELS[opt_level].description}); leave it out, or use "
+        f"opt_level {others}"
     )
 
 

@@ -257,7 +257,7 @@ class LossScaler(GradScaler):
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Count a step that an optimizer is about to make; `skipped` is None if only the device knows."""
-        notes = Notes(optimizer, {}, self._last_step_of(optimizer))     # own notes: the iteration of the backward has ended
+        notes = Notes(optimizer, {}, self._last_step_of(optimizer))     # that iteration is over
         self._note_step(notes, found_inf, skipped=self._count(notes, found_inf, skipped=skipped))
 
 

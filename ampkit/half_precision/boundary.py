@@ -28,7 +28,7 @@ M = TypeVar("M", bound=Module)
 class Boundary(NamedTuple):
     """Casts around the calls of a module; a dtype of None means no cast.
 
-    `region`: a 16-bit type opens a region of this dtype with `policy`, float32 turns autocast off, None changes nothing.
+    `region`: a 16-bit type opens a region of this dtype with `policy`, float32 turns autocast off, None does nothing.
     """
 
     inputs: torch.dtype | None = None

@@ -87,8 +87,8 @@ class HalfReport:
         limit = torch.finfo(self.dtype).max
         if self.largest_input > limit:
             lines.append(
-                f"the sample holds {self.largest_input:.3g}, and {name} ends at {limit:.3g}; inputs are cast before any "
-                "module runs, also before kept modules: scale them down, or use bfloat16"
+                f"the sample holds {self.largest_input:.3g}, and {name} ends at {limit:.3g}; inputs are cast before "
+                "any module runs, also before kept modules: scale them down, or use bfloat16"
             )
         gain = f" (output error {self.error:.2e} -> {self.kept_error:.2e})" if self.keep else ""
         lines.append(f"worth keeping in float32: {', '.join(self.keep) or 'nothing'}{gain}")
@@ -103,7 +103,7 @@ def check_half(
     *,
     in_region: bool = False,
 ) -> HalfReport:
-    """Run copies of a float32 model in float32 and in half on a sample, and try which modules to keep in float32.
+    """Run copies of a float32 model in float32 and half on a sample, and try which modules to keep in float32.
 
     Copies are in eval mode. While the error is above the dtype's `eps`, a copy is converted and run for each module,
     and again after each module that is proposed. Synchronizes with the device.

@@ -162,7 +162,7 @@ class HalfPlan:
         if self.unfit:
             name, largest = next(iter(self.unfit.items()))
             raise ValueError(
-                f"parameter {name} holds {largest:.4g}; the largest {self.dtype} is {torch.finfo(self.dtype).max:.4g}; "
+                f"parameter {name} holds {largest:.4g}; {self.dtype} ends at {torch.finfo(self.dtype).max:.4g}; "
                 f"keep its module in float32 with keep_fp32, or use bfloat16"
             )
 
@@ -203,7 +203,7 @@ def _matches(key: Any, module: Module, path: str) -> bool:
 
 def _scripted_message(path: str, module: Any) -> str:
     return (
-        f"keep_fp32 names {path!r}, a {module.original_name} that TorchScript runs and that nothing can be cast around. "
+        f"keep_fp32 names {path!r}, a {module.original_name} that TorchScript runs; nothing can be cast around it. "
         "Convert the model before torch.jit.script, or keep a module around it, or leave it out of "
         "keep_fp32 (of amp.initialize, keep_batchnorm_fp32=False)"
     )

@@ -61,8 +61,8 @@ class MasterWeights:
         RuntimeError: the optimizer has masters already.
         ValueError: the optimizer was made with `masters="remainder"`.
 
-    No method synchronizes with the device. Memory per 16-bit parameter: 4 bytes for the master, and 4 for its gradient between `take_gradients_`
-    and the end of `step`.
+    No method synchronizes with the device. Memory per 16-bit parameter: 4 bytes for the master, and 4 for its gradient
+    between `take_gradients_` and the end of `step`.
 
     >>> model = torch.nn.Linear(2, 1).bfloat16()
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
@@ -208,7 +208,7 @@ class MasterWeights:
                 params[index] = master
                 _move_state(optimizer, param, master)
                 self._pairs[id(param)] = _Pair(param, master, param._version)
-        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):    # `ampkit.optim` writes the model as it steps
+        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):    # it writes the model as it steps
             optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

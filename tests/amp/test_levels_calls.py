@@ -244,7 +244,7 @@ def test_calls_out_of_order_are_refused() -> None:
     optimizer.step()
     with pytest.raises(TypeError, match="scale_loss takes the loss tensor that backward is called on, got float"):
         backward(1.0, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(IndexError, match="loss_id is 1; expected 0 to 0, or pass num_losses to initialize; it is 1"):
+    with pytest.raises(IndexError, match="loss_id is 1; expected 0 to 0, or pass num_losses to initialize, which is 1"):
         backward(loss_of(model), optimizer, loss_id=1)
     model, optimizer = set_up("O0")     # which steps on anything
     optimizer.step()
