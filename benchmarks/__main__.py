@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: check, measure, report. `--list` shows the cases, `--help` the rest."""
+"""`python -m benchmarks`: run tests, measure cases, write a report. `--list` shows the cases, `--help` all options."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ RESULTS, RUNNING = "results.jsonl", "running.json"
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m benchmarks", description="ampkit beside torch.amp, pair by pair")
-    found.add_argument("patterns", nargs="*", help="cases by shell pattern: 'training/*', '*/char-GPT*'")
-    found.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    found.add_argument("--list", action="store_true", help="name the cases and stop")
-    found.add_argument("--large-first", action="store_true", help="begin with the last case, where time is short")
-    found.add_argument("--no-gate", action="store_true", help="measure without running tests first")
-    found.add_argument("--effort", type=float, default=1.0, help="stretch the time per case (default: 1)")
-    found.add_argument("--minutes", type=float, help="begin no case after this long")
-    found.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: 1)")
-    found.add_argument("--resume", action="store_true", help="go on where a run into the same folder was cut off")
-    found.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for results and report")
-    return found
+    command = argparse.ArgumentParser(prog="python -m benchmarks", description="ampkit beside torch.amp, pair by pair")
+    command.add_argument("patterns", nargs="*", help="cases by shell pattern: 'training/*', '*/char-GPT*'")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command.add_argument("--list", action="store_true", help="name the cases and stop")
+    command.add_argument("--large-first", action="store_true", help="begin with the last case, where time is short")
+    command.add_argument("--no-gate", action="store_true", help="measure without running tests first")
+    command.add_argument("--effort", type=float, default=1.0, help="factor on the time per case (default: 1)")
+    command.add_argument("--minutes", type=float, help="begin no case after this long")
+    command.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: 1)")
+    command.add_argument("--resume", action="store_true", help="continue a run into the same folder that was cut off")
+    command.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for results and report")
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0; 1 if the gate is red, nothing matches or any case failed; 130 after an interrupt.
+    """Run the benchmarks. Exit status 0; 1 if tests fail, no case matches or a case failed; 130 after an interrupt.
 
-    3 if a case left the GPU unusable: a fresh process goes on behind it with `--resume`.
+    3 if a case left the GPU unusable: a new process continues after it with `--resume`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parser().parse_args(arguments)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 must_answer(torch.device("cuda"))
                 torch.cuda.empty_cache()
     except KeyboardInterrupt:
-        print("interrupted; reporting what there is", flush=True)
+        print("interrupted; reporting the cases that were measured", flush=True)
         status = 130
     except DeviceLostError as error:
         print(error, file=sys.stderr)
@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
-    """The facts for every row, once the gate is green, and the rows of the run that this one goes on with.
+    """Run the gate; return the environment for every row, and the rows of the run that this one continues.
 
-    Raises `ValueError` for options that cannot be met, `RuntimeError` for a red gate.
+    Raises `ValueError` for options that cannot be met, `RuntimeError` if tests fail.
     """
     if options.effort <= 0 or options.threads < 1:
         raise ValueError("--effort and --threads must be above 0")
@@ -111,16 +111,16 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
         environment = earlier[0]["environment"]
     else:
         python_calls = counts.table()       # before anything else has run here
-        vouched = "no tests were run" if options.no_gate else gate.pass_gate()
+        gate_text = "no tests were run" if options.no_gate else gate.pass_gate()
         environment = describe(torch.device(options.device))
-        environment |= {"gate": vouched, "effort": options.effort, "python_calls": python_calls}
-        print(f"{vouched}\n{environment['device']}, torch {torch.__version__}", flush=True)
+        environment |= {"gate": gate_text, "effort": options.effort, "python_calls": python_calls}
+        print(f"{gate_text}\n{environment['device']}, torch {torch.__version__}", flush=True)
     if not options.resume:
         running.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     elif running.exists():      # the last process ended in the middle of this case
-        died = json.loads(running.read_text(encoding="utf-8"))
-        row = {**died, "device": options.device, "error": "the process ended while this was measured"}
+        interrupted = json.loads(running.read_text(encoding="utf-8"))
+        row = {**interrupted, "device": options.device, "error": "the process ended while this was measured"}
         results.append(path, {**row, "environment": environment})
         earlier.append(row)
         running.unlink()
@@ -128,7 +128,7 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _measured(case: Case, options: argparse.Namespace, environment: dict[str, Any]) -> Row:
-    """The row of a case, written to the results, or what went wrong: one failure must not cost the others."""
+    """Measure a case and append its row to the results; an exception becomes a row with an "error"."""
     running, name = options.out / RUNNING, {"family": case.family, "name": case.name}
     running.write_text(json.dumps(name), encoding="utf-8")
     row = {**name, "device": options.device}

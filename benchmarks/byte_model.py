@@ -1,4 +1,4 @@
-"""Bytes that each job must move per element, ours and torch's, to turn times into bandwidths.
+"""Bytes that each job must move per element, by ampkit and by torch, to turn times into bandwidths.
 
 Counted, not measured: every list read or written once per kernel that touches it. float32 gradients, parameters and
 moments. The tests count the kernels' own accesses in the interpreter and compare (`tests/kernels/test_bytes.py`);
@@ -39,7 +39,7 @@ UNSCALE_INTO = Bytes(2, 4)      # from half gradients
 CAST_TO_HALF = Bytes(4, 2)
 ADAMW, ADAMW_AMSGRAD, ADAMW_WITH_HALF_COPY = step(2), step(3), step(2, copy=2)
 SGD_MOMENTUM, SGD_PLAIN = step(1), step(0)
-# Of a matrix of 16-bit elements, in two launches, two and one.
+# Casts of a matrix of 16-bit elements; the first two need two launches, the third one.
 FLOAT8_TENSOR = Bytes(2, 0) + Bytes(2, 2)
 FLOAT8_ROWS_AND_COLUMNS = Bytes(2, 1) + Bytes(2, 1)
 FLOAT8_ROWS = Bytes(2, 1)

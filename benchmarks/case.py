@@ -1,4 +1,4 @@
-"""What a benchmark case is: one named job, done in several ways."""
+"""The definition of a benchmark case: one named job, done in several ways (sides)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OWN_OPTIMIZER = "ampkit, ampkit.optim"
 class Side:
     """One way of doing a case's job.
 
-    `run(n)` does it n times; `before` prepares it, untimed; `result` is compared by `Case.check`; `facts` is called
-    once after all timing, for what is not a time (peak memory, casts, launches, the final loss).
+    `run(n)` does it n times; `before` prepares it, untimed; `Case.check` compares `result`; `facts` is called once
+    after all timing, for figures that are not times (peak memory, casts, launches, the final loss).
     """
 
     run: Run
@@ -46,9 +46,9 @@ class Aim:
 class Case(ABC):
     """A job with a name. Ratios are to the side called `base`.
 
-    `aims` are the project's targets. `devices` are the device types it runs on; `everyday` says whether the
-    default run includes it; `seconds` bounds its timing; `sample_seconds` is how long a sample lasts at least (0: one
-    call is one sample). `sides` may raise `UnavailableError`.
+    `aims` are the project's targets. `devices` are the device types it runs on. `everyday`: whether the default run
+    includes it. `seconds` bounds its timing; `sample_seconds` is the least duration of a sample (0: one call is one
+    sample). `sides` may raise `UnavailableError`.
     """
 
     family: str
@@ -70,7 +70,7 @@ class Case(ABC):
 
 
 class UnavailableError(Exception):
-    """A case needs what this machine does not have; the text says what. Such a case is left out, not failed."""
+    """A case needs something that this machine lacks, which the text names. The case is skipped, not failed."""
 
 
 class WrongAnswerError(Exception):

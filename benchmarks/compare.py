@@ -1,6 +1,6 @@
-"""What got slower between two result files: `python -m benchmarks.compare OLD NEW [--fail]`.
+"""Compare two result files, and list what got slower: `python -m benchmarks.compare OLD NEW [--fail]`.
 
-Compared is each side's ratio to its base, measured in the same rounds: it is comparable across days and, with care,
+Compares each side's ratio to its base, measured in the same rounds: it is comparable across days and, with care,
 across similar machines. A change counts if the 20-80 % ranges do not overlap and the medians differ by more than a
 threshold.
 """
@@ -37,7 +37,7 @@ class Change:
 
 
 def compare(old: Sequence[Row], new: Sequence[Row], threshold: float = THRESHOLD) -> list[Change]:
-    """Every side that both have, without the bases; the largest slowdown first."""
+    """The changes of all sides in both files, except the bases; the largest slowdown first."""
     before = {results.key(row): row for row in results.measured(old)}
     changes = []
     for row in results.measured(new):
@@ -63,11 +63,11 @@ def text(old: Sequence[Row], new: Sequence[Row], changes: Sequence[Change]) -> s
     heads = {"old": old[0]["environment"], "new": new[0]["environment"]}
     lines = [f"{name}: {e['commit']}, torch {e['torch']}, {e['device']}, {e['date']}" for name, e in heads.items()]
     for verdict in ("slower", "faster"):
-        found = [change for change in changes if change.verdict == verdict]
-        if found:
+        changed = [change for change in changes if change.verdict == verdict]
+        if changed:
             lines += ["", f"| {verdict} | side | old ratio | new ratio | factor |", "| --- | --- | --- | --- | --- |"]
-            found = found if verdict == "slower" else found[::-1]
-            lines += [f"| {c.case} | {c.side} | {spread(c.old)} | {spread(c.new)} | {c.factor:.2f} |" for c in found]
+            changed = changed if verdict == "slower" else changed[::-1]
+            lines += [f"| {c.case} | {c.side} | {spread(c.old)} | {spread(c.new)} | {c.factor:.2f} |" for c in changed]
     same = sum(change.verdict == "same" for change in changes)
     return "\n".join([*lines, "", f"{len(changes)} compared, {same} the same within their spread"])
 

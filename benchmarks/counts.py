@@ -1,4 +1,4 @@
-"""What is counted rather than timed: Python calls, copies, kernel launches, peak memory. Extra runs, untimed.
+"""Counts beside the times: Python calls, copies, kernel launches, peak memory. Extra runs, untimed.
 
 Copies, launches and memory are counted by torch's profiler; a dispatch mode would keep weight casts from being cached.
 `python -m benchmarks.counts` prints the Python calls that run in every training step, ampkit's beside torch.amp's:
@@ -93,7 +93,7 @@ class Calls(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A job, and what prepares it before each call, uncounted."""
+    """A job, and a function that prepares it before each call, uncounted."""
 
     job: Job
     before: Job = lambda: None
@@ -101,11 +101,11 @@ class Counted(NamedTuple):
 
 def trace(counted: Counted) -> list[str]:
     """`file:line function` of every Python function that the job calls when it is warm, in order."""
-    found: list[str] = []
+    lines: list[str] = []
 
     def saw(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename != __file__:
-            found.append(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno} {frame.f_code.co_qualname}")
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno} {frame.f_code.co_qualname}")
 
     for warm in (False,) * 4 + (True,):
         counted.before()
@@ -114,20 +114,20 @@ def trace(counted: Counted) -> list[str]:
             counted.job()
         finally:
             sys.setprofile(None)
-    return found
+    return lines
 
 
 def python_calls(name: str, ours: bool) -> Calls:
-    """How many functions of Python a job of `JOBS` calls once it is warm."""
+    """The number of Python functions that a job of `JOBS` calls once it is warm."""
     with JOBS[name](ours) as counted:
-        found = trace(counted)
-    return Calls(sum(line.startswith(OWN) for line in found), len(found))
+        lines = trace(counted)
+    return Calls(sum(line.startswith(OWN) for line in lines), len(lines))
 
 
 def table() -> dict[str, list[str]]:
-    """Of each job the calls in ampkit and in torch, own / all."""
+    """For each job the calls with ampkit and with torch.amp, as "own / all"."""
     return {
-        name: [f"{found.own} / {found.all}" for found in (python_calls(name, True), python_calls(name, False))]
+        name: [f"{calls.own} / {calls.all}" for calls in (python_calls(name, True), python_calls(name, False))]
         for name in JOBS
     }
 

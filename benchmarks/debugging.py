@@ -1,4 +1,4 @@
-"""What debugging tools cost: a training step under each of them, ampkit's and others', in one run."""
+"""The cost of debugging tools: a training step under each tool of ampkit and of other libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Watched(Case):
 
 
 def _tools() -> dict[str, Around]:
-    found: dict[str, Around] = {
+    tools: dict[str, Around] = {
         PLAIN: lambda model: contextlib.nullcontext(),
         DETECT: lambda model: debugging.detect_nonfinite(model),
         SHADOW: PrecisionComparison,
@@ -56,12 +56,12 @@ def _tools() -> dict[str, Around]:
     with contextlib.suppress(ImportError):
         from torch.utils._debug_mode import DebugMode
 
-        found[DEBUG_MODE] = lambda model: DebugMode()
+        tools[DEBUG_MODE] = lambda model: DebugMode()
     with contextlib.suppress(ImportError):
         from transformers.debug_utils import DebugUnderflowOverflow
 
-        found[TRANSFORMERS] = lambda model: _transformers(DebugUnderflowOverflow, model)
-    return found
+        tools[TRANSFORMERS] = lambda model: _transformers(DebugUnderflowOverflow, model)
+    return tools
 
 
 def _anomaly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -88,7 +88,7 @@ class Linear(Case):
 
         policy = default.with_rules({"aten::linear": self.rule})
         compiled = torch.compile(layer)
-        found = {
+        sides = {
             BF16: side(functools.partial(job, layer, default)), AMPKIT: side(functools.partial(job, layer, policy)),
             f"{AMPKIT}, compiled": side(functools.partial(job, compiled, policy)),
         }
@@ -96,22 +96,22 @@ class Linear(Case):
             float8 = importlib.import_module("torchao.float8")
             config = float8.Float8LinearConfig.from_recipe_name(RECIPES[self.rule])
             theirs = float8.convert_to_float8_training(nn.Sequential(layer), config=config)
-            found[f"{TORCHAO}, compiled"] = side(functools.partial(job, torch.compile(theirs), default))
-        return found if device.type == "cuda" else {name: each for name, each in found.items() if "," not in name}
+            sides[f"{TORCHAO}, compiled"] = side(functools.partial(job, torch.compile(theirs), default))
+        return sides if device.type == "cuda" else {name: sides[name] for name in sides if "," not in name}
 
 
 def cases() -> list[Case]:
     """Sizes around and above the width at which FP8 pays by counts, and small ones for a CPU."""
-    found: list[Case] = []
+    all_cases: list[Case] = []
     for device, sizes in (("cpu", ((64, 128),)), ("cuda", ((8192, 1024), (8192, 4096), (16384, 8192)))):
         for rows, width in sizes:
             shape = f"{rows} x {width}"
-            found += [
+            all_cases += [
                 Quantize(name=f"{forms}, {shape}", forms=forms, rows=rows, columns=width, devices=(device,))
                 for forms in FORMS
             ]
-            found += [
+            all_cases += [
                 Linear(name=f"linear, {rule.value}, {shape}", rule=rule, rows=rows, width=width, devices=(device,))
                 for rule in RECIPES
             ]
-    return found
+    return all_cases

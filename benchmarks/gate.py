@@ -1,4 +1,4 @@
-"""No figures from wrong code: the tests behind them run first, and a failure ends the run."""
+"""Run the tests that the figures depend on before anything is measured; a failure ends the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from benchmarks.environment import ROOT
 
-# What the figures depend on: results equal to torch.amp's, gradients and clipping, and the benchmarks' own arithmetic.
+# Results equal to torch.amp's, gradients and clipping, and the benchmarks' own arithmetic.
 FILES = (
     "tests/parity/test_bitwise_training.py", "tests/benchmarks", "tests/gradients/test_clipping.py",
     "tests/gradients/test_gradients.py",
@@ -18,7 +18,7 @@ FILES = (
 
 
 def pass_gate() -> str:
-    """Run the tests and say what was run.
+    """Run the tests; return a line that names them and pytest's summary.
 
     Raises `RuntimeError` with the end of pytest's output if a test fails or pytest is missing.
     """
@@ -34,7 +34,7 @@ def pass_gate() -> str:
 
 
 def run_tests(files: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """pytest over some files, from the root of the checkout, in a process of its own."""
+    """Run pytest over some files, from the root of the checkout, in another process."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],

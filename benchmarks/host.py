@@ -134,6 +134,6 @@ def cases() -> list[Case]:
         aims = (Aim(AMPKIT, LIMITS[job], TORCH_OPERATORS),)
         return Host(name=name, job=job, count=count, aims=aims, **more)
 
-    found: list[Case] = [case(job, count) for job in LIMITS for count in SIZES]
-    found += [case(job, 1000, ", moving gradients", moving=True) for job in LIMITS]
-    return [*found, *(case(job, 140, ", a group each", groups=140) for job in STEPS)]
+    all_cases: list[Case] = [case(job, count) for job in LIMITS for count in SIZES]
+    all_cases += [case(job, 1000, ", moving gradients", moving=True) for job in LIMITS]
+    return [*all_cases, *(case(job, 140, ", a group each", groups=140) for job in STEPS)]

@@ -88,7 +88,7 @@ def torch_unscale(m: Material) -> None:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_ computes it."""
+    """The factor of torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -101,7 +101,7 @@ def unscale(m: Material) -> Made:
 
 
 def unscale_into(m: Material) -> Made:
-    """Half gradients to unscaled float32 gradients of master weights."""
+    """Unscaling 16-bit gradients into float32 gradients of master weights."""
     masters = m.states(torch.float32)
 
     def theirs() -> None:
@@ -130,7 +130,7 @@ def clip(m: Material, max_norm: float | None = None) -> Made:
 
 
 def cast(m: Material) -> Made:
-    """Master weights to half copies."""
+    """Casting master weights to float16 copies."""
     copies = m.states(torch.float16)
     masters = [param.detach() for param in m.params]
     return {
@@ -151,7 +151,7 @@ def sgd(m: Material) -> Made:
 
 
 def our_adamw(m: Material) -> Callable[[Tensor | None], None]:
-    """ampkit's step, given a factor on the gradients."""
+    """ampkit's step, as a function of a factor on the gradients."""
     masters, first, second = [param.detach() for param in m.params], m.states(), m.states()
     steps = [torch.zeros((), device=m.device) for _ in m.params]
 
@@ -221,12 +221,12 @@ class Kernel(Case):
         jobs, written = JOBS[self.job][0](m)
         changed = self.job.startswith("unscale + clip") or self.job == "clip + AdamW"
         saved = [grad.clone() for grad in m.grads] if changed else None
-        found = {name: self._side(m, name, job, written, saved) for name, job in jobs.items()}
+        sides = {name: self._side(m, name, job, written, saved) for name, job in jobs.items()}
         if any(aim.side == AMPKIT and aim.base == COPY for aim in self.aims):
             source = torch.empty(m.elements, dtype=self.dtype, device=device)
             target = torch.empty_like(source)
-            found[COPY] = self._side(m, COPY, lambda: target.copy_(source), [], None)
-        return found
+            sides[COPY] = self._side(m, COPY, lambda: target.copy_(source), [], None)
+        return sides
 
     def _side(
         self, m: Material, name: str, job: Job, written: list[Tensor], saved: list[Tensor] | None
@@ -262,7 +262,7 @@ class Kernel(Case):
         return total if self.job == "unscale into float32" else total * self.dtype.itemsize / 4
 
     def check(self, sides: Mapping[str, Side]) -> None:
-        """Every side leaves the base's values, to within rounding, as far as a job's result can be compared."""
+        """Every side leaves the values that the base leaves, to within rounding, if a job has a result."""
         results = {}
         for name, side in sides.items():
             if side.before is not None:
@@ -270,8 +270,8 @@ class Kernel(Case):
             side.run(1)
             results[name] = side.result()
         rtol = 1e-4 if self.dtype is torch.float32 else 2e-2
-        for name, found in results.items():
-            for ours, theirs in zip(found, results[self.base], strict=False):
+        for name, norms in results.items():
+            for ours, theirs in zip(norms, results[self.base], strict=False):
                 if not torch.allclose(ours, theirs, rtol=rtol):
                     raise WrongAnswerError(f"{self.name}: {name} left other values than {self.base}")
 
@@ -281,7 +281,7 @@ def cases() -> list[Case]:
 
     To keep a run to minutes, moving gradients and most of half precision are measured on a few lists only.
     """
-    found: list[Case] = []
+    all_cases: list[Case] = []
     for device, lists in (("cuda", LISTS), ("cpu", REHEARSAL)):
         for name, shapes in lists.items():
             for job, (_, dtypes) in JOBS.items():
@@ -294,9 +294,9 @@ def cases() -> list[Case]:
                         name=f"{job}, {name}, {dtype}", job=job, shapes=shapes, dtype=DTYPES[dtype], devices=(device,),
                         aims=tuple(Aim(AMPKIT, limit, side) for side, limit in aims),
                     )
-                    found.append(case)
+                    all_cases.append(case)
                     if dtype != "fp32" or name not in MOVING:
                         continue
                     if job in ("unscale", "unscale + clip", "AdamW step"):
-                        found.append(replace(case, name=f"{case.name}, moving gradients", moving=True, aims=()))
-    return found
+                        all_cases.append(replace(case, name=f"{case.name}, moving gradients", moving=True, aims=()))
+    return all_cases

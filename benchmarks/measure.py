@@ -16,9 +16,9 @@ Row = dict[str, Any]
 
 
 def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clock | None = None) -> Row:
-    """The row of a case; `effort` stretches or shortens the time it may take.
+    """Measure a case and return its row; `effort` is a factor on the time it may take.
 
-    A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"),
+    A row is plain data: `family`, `name`, `base`, `clock` (that measured `wall`: "host" or "events"),
     `rounds`, `calls` per sample, `load` (the machine at the end), `sides` (for each the spreads of `wall`, `host` and
     `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims` with their ratios.
     """
@@ -38,7 +38,7 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
         calls = calls_for(runs[case.base], case.sample_seconds * min(1.0, effort), clock)
     rounds = (3, 10) if effort < 1 else (5, 400)
     samples = in_turns(runs, clock, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
-    # Other programs disturb processor time less; on a GPU it is not what a user waits for.
+    # Other programs disturb processor time less than wall time; on a GPU a user waits for wall time.
     aimed = "cpu" if device.type == "cpu" else "wall"
     row: Row = {
         "family": case.family, "name": case.name, "base": case.base, "device": device.type,
@@ -70,5 +70,5 @@ def _times(samples: list[Sample], base: list[Sample]) -> dict[str, Any]:
 
 
 def _outcome(aim: Aim, samples: dict[str, list[Sample]], clock: str) -> dict[str, Any]:
-    """An aim with the ratio that was found."""
+    """An aim with the measured ratio."""
     return {**asdict(aim), "ratio": asdict(ratios(samples[aim.side], samples[aim.base], clock))}

@@ -1,7 +1,7 @@
-"""What a region costs: per operator inside it, to open it, and to cast the weights that are used in it.
+"""The cost of a region: for each operator in it, to enter and leave it, and to cast the weights used in it.
 
 Tensors are tiny, so that the time is overhead. Operators run without a region, under torch's own autocast (in C++),
-under ampkit, and under a `TorchDispatchMode` that does nothing: the cost of seeing operators from Python at all.
+under ampkit, and under a `TorchDispatchMode` that does nothing: the least cost of seeing operators from Python.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ LINEAR = "linear, cached weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Case):
-    """Calls of one operator inside an open region; `disabled`: inside torch's own, disabled, in that one.
+    """Calls of one operator inside an open region; `disabled`: with torch's autocast disabled inside the region.
 
     One call is one operator.
     """
@@ -95,11 +95,11 @@ class Operator(Case):
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         torch.manual_seed(0)
-        found = regions(device.type)
-        del found[KEPT]
+        compared = regions(device.type)
+        del compared[KEPT]
         if self.operator == LINEAR:
-            del found[BARE]     # the call depends on autocast being on, and a bare mode casts nothing
-        return {name: Side(self._repeated(region, device)) for name, region in found.items()}
+            del compared[BARE]     # the call depends on autocast being on, and a bare mode casts nothing
+        return {name: Side(self._repeated(region, device)) for name, region in compared.items()}
 
     def _repeated(self, region: Region, device: torch.device) -> Run:
         if self.operator == LINEAR:
@@ -132,11 +132,11 @@ class Entering(Case):
     sample_seconds: float = 2e-3
 
     def sides(self, device: torch.device) -> dict[str, Side]:
-        kind, same = device.type, Policy.torch(device.type)
+        device_type, same = device.type, Policy.torch(device.type)
         makes: dict[str, Callable[[bool], contextlib.AbstractContextManager[Any]]] = {
-            TORCH: lambda enabled: torch.autocast(kind, torch.bfloat16, enabled),
-            AMPKIT: lambda enabled: autocast(kind, torch.bfloat16, enabled),
-            SAME_LIST: lambda enabled: autocast(kind, torch.bfloat16, enabled, policy=same),
+            TORCH: lambda enabled: torch.autocast(device_type, torch.bfloat16, enabled),
+            AMPKIT: lambda enabled: autocast(device_type, torch.bfloat16, enabled),
+            SAME_LIST: lambda enabled: autocast(device_type, torch.bfloat16, enabled, policy=same),
         }
         return {name: Side(self._repeated(make)) for name, make in makes.items()}
 
@@ -188,12 +188,12 @@ class WeightCasts(Case):
 def cases() -> list[Case]:
     """Every case of the three kinds."""
     unlisted = (Aim(AMPKIT, 1.35, BARE),)       # relative to a mode that sees every operator from Python
-    found: list[Case] = [
+    all_cases: list[Case] = [
         Operator(name=name, operator=name, aims=unlisted if "unlisted" in name else ()) for name in (*CALLS, LINEAR)
     ]
-    found += [
+    all_cases += [
         Operator(name=f"{LINEAR}, with autograd", operator=LINEAR, grad=True),
         Operator(name="mm, disabled inside", operator="mm, nothing to cast", disabled=True),
         Entering(name="make, enter and leave"), Entering(name="disabled, inside another", nested=True),
     ]
-    return found + [WeightCasts(name=f"{count} weights", weights=count) for count in (10, 100, 1000)]
+    return all_cases + [WeightCasts(name=f"{count} weights", weights=count) for count in (10, 100, 1000)]

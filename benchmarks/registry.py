@@ -15,13 +15,13 @@ def every_case() -> list[Case]:
     Raises `ValueError` if two cases of a family have one name: results could not be distinguished.
     """
     modules = (regions, host, scaling, kernels, float8, tuning, training, debugging)
-    found: list[Case] = [case for module in modules for case in module.cases()]
+    cases: list[Case] = [case for module in modules for case in module.cases()]
     seen: set[tuple[str, str]] = set()
-    for case in found:
+    for case in cases:
         if (case.family, case.name) in seen:
             raise ValueError(f"two cases are called {case.family}/{case.name}")
         seen.add((case.family, case.name))
-    return found
+    return cases
 
 
 def choose(device_type: str, patterns: Sequence[str] = ()) -> list[Case]:

@@ -1,6 +1,6 @@
-"""A result file as Markdown, a table for each question: `python -m benchmarks.report RESULTS [--page PAGE]`.
+"""Render a result file as Markdown, a table for each question: `python -m benchmarks.report RESULTS [--page PAGE]`.
 
-`--page` puts the tables into a page of the documentation, between its two marks, in place of those that are there.
+`--page` replaces the tables in a page of the documentation, between its two comments.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def amount(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-def spread(found: dict[str, float]) -> str:
+def spread(ratio: dict[str, float]) -> str:
     """Median and quantiles of a ratio."""
-    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
 
 
 def _times(row: Row, name: str) -> str:
@@ -93,7 +93,7 @@ def _host(row: Row, name: str) -> str:
     return duration(row["sides"][name]["host"]["median"]) if row["clock"] == "events" else ""
 
 
-# What else a family's table may be about: shown where a side has any.
+# Further tables of a family, by title; a table is shown if any side has such a fact.
 FACTS: dict[str, Callable[[Row, str], str]] = {
     "GB/s": _rate, "Host time": _host, "Launches": _fact("launches"), "Casts": _fact("casts"),
     "Peak memory": _fact("peak_bytes", amount), "Copies": _fact("copies"),
@@ -102,19 +102,19 @@ FACTS: dict[str, Callable[[Row, str], str]] = {
 
 
 def shown(rows: Iterable[Row]) -> list[Row]:
-    """The rows that hold figures, in the order of `QUESTIONS`; with very many sides the base and the three fastest."""
-    found = [dict(row) for row in results.measured(rows)]
-    for row in found:
+    """Rows with figures, in the order of `QUESTIONS`; of very many sides the base and the three fastest."""
+    figures = [dict(row) for row in results.measured(rows)]
+    for row in figures:
         sides = row["sides"]
         if len(sides) > MOST_SIDES:
             fastest = sorted(sides.keys() - {row["base"]}, key=lambda name: sides[name]["wall"]["median"])[:3]
             row["sides"] = {name: sides[name] for name in (row["base"], *fastest)}
     order = list(QUESTIONS)
-    return sorted(found, key=lambda row: order.index(row["family"]))
+    return sorted(figures, key=lambda row: order.index(row["family"]))
 
 
 def table(rows: Sequence[Row], cell: Callable[[Row, str], str]) -> str:
-    """A line for each case, a column for each side; empty where no cell says anything."""
+    """A line for each case, a column for each side; "" if all cells are empty."""
     sides = list(dict.fromkeys(name for row in rows for name in row["sides"]))
     lines = [[cell(row, name) if name in row["sides"] else "" for name in sides] for row in rows]
     if not any(map(any, lines)):
@@ -124,7 +124,7 @@ def table(rows: Sequence[Row], cell: Callable[[Row, str], str]) -> str:
 
 
 def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
-    """What was measured and where, then a table of times for each question."""
+    """The environment and the counts, then a table of times for each question."""
     e = rows[0]["environment"]
     commit = f"{e['commit']}{' with uncommitted changes' if e['dirty'] else ''}"
     triton = f", Triton {e['triton']}" if e["triton"] else ""
@@ -144,7 +144,7 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
 
 
 def aims(rows: Sequence[Row]) -> str:
-    """Each aim with what was found: of processor time on a CPU."""
+    """Each aim with the measured ratio: of processor time on a CPU."""
     lines = [
         f"| {row['family']}/{row['name']} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
         f"{spread(aim['ratio'])} | {'reached' if aim['ratio']['median'] <= aim['limit'] else '**missed**'} |"
@@ -155,13 +155,13 @@ def aims(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The report: the tables of times, the aims, tables of what is not a time, what was not measured."""
+    """The report: tables of times, aims, tables of other facts, and the cases that were not measured."""
     parts = [f"# ampkit beside torch.amp\n\nTests first: {rows[0]['environment']['gate']}", *tables(rows), aims(rows)]
     for family, members in groupby(shown(rows), key=lambda row: row["family"]):
         same = list(members)
         for title, cell in FACTS.items():
-            if found := table(same, cell):
-                parts += [f"## {title}: {QUESTIONS[family][0].lower()}{QUESTIONS[family][1:]}", found]
+            if facts := table(same, cell):
+                parts += [f"## {title}: {QUESTIONS[family][0].lower()}{QUESTIONS[family][1:]}", facts]
     failed = [f"- {row['family']}/{row['name']}: {row['error']}" for row in rows if "error" in row]
     parts += ["## Not measured", "\n".join(failed)] if failed else []
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -175,7 +175,7 @@ def write(path: Path) -> Path:
 
 
 def put_into(page: Path, rows: Sequence[Row]) -> None:
-    """Replace the tables in a page. Raises `ValueError` for one without the two marks."""
+    """Replace the tables in a page. Raises `ValueError` if it lacks one of the two comments."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

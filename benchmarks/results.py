@@ -61,12 +61,12 @@ def measured(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "error" not in row]
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(tree: Any) -> Any:
     """Floats to six significant digits: more is noise and makes files hard to read."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
+    if isinstance(tree, float):
+        return float(f"{tree:.6g}")
+    if isinstance(tree, dict):
+        return {name: _rounded(item) for name, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_rounded(item) for item in tree]
+    return tree

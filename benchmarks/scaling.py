@@ -116,10 +116,10 @@ def _grad(param: torch.Tensor) -> torch.Tensor:
 
 
 def cases() -> list[Case]:
-    """Large lists, where bytes decide; small ones, where Python does; the scaler's own Python; one tensor."""
+    """Large lists, bound by bytes; small lists, bound by Python; the scaler's own Python; one tensor."""
     aims = {"unscale": (Aim(AMPKIT, 1.1),), "clip": (Aim(AMPKIT, 0.75),)}
     small = (Aim(AMPKIT, 1.1), Aim(OWN_OPTIMIZER, 1.1))
-    found: list[Case] = [
+    all_cases: list[Case] = [
         Scaling(
             name=f"{job}, {tensors} x {label}", job=job, tensors=tensors, elements=elements, aims=aims.get(job, ()),
             seconds=2.5,
@@ -127,18 +127,18 @@ def cases() -> list[Case]:
         for job in ("unscale", "clip", "clip + AdamW")
         for tensors, elements, label in ((50, 200_000, "200k"), (8, 4_000_000, "4M"))
     ]
-    found += [
+    all_cases += [
         Scaling(name=f"{job}, 100 x 1k", job=job, tensors=100, elements=1000, aims=small)
         for job in ("AdamW", "clip + AdamW")
     ]
-    found += [
+    all_cases += [
         Scaling(
             name=f"scale + step + update, {count} parameter{'s' * (count > 1)}", job="python", tensors=count,
             sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),), seconds=1.5,
         )
         for count in (1, 10, 100, 1000)
     ]
-    return found + [
+    return all_cases + [
         Scaling(
             name=f"clip, one tensor of 1e{power}", job="clip", elements=10**power, seconds=1.5,
             devices=("cpu", "cuda") if power <= 7 else ("cuda",),

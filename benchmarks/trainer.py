@@ -156,9 +156,9 @@ def _region(way: str, device: str, dtype: torch.dtype) -> Region:
 
 def ways(variant: Variant, device: torch.device) -> list[str]:
     """The ways to train that are compared for a variant on a device."""
-    found = [FP32, TORCH, AMPKIT, SAME_LIST]
+    names = [FP32, TORCH, AMPKIT, SAME_LIST]
     if variant.accumulation > 1 and variant.run == "eager":
-        found.append(KEPT)
+        names.append(KEPT)
     if variant.clip and device.type == "cuda":
-        found.append(OWN_OPTIMIZER)
-    return found
+        names.append(OWN_OPTIMIZER)
+    return names

@@ -45,13 +45,13 @@ class Training(Case):
             return [] if trainer.loss is None else [trainer.loss.float()]
 
         def facts() -> dict[str, Any]:
-            found: dict[str, Any] = {"final_loss": result()[0].item()}
+            values: dict[str, Any] = {"final_loss": result()[0].item()}
             if self.variant.run == "eager":
                 # Otherwise the step frees gradients whose allocation the profiler may not have seen.
                 trainer.optimizer.zero_grad()
-                found |= counts.peak_and_copies(trainer.step, device)
-            found["launches"] = counts.launches(trainer.step, device)
-            return found
+                values |= counts.peak_and_copies(trainer.step, device)
+            values["launches"] = counts.launches(trainer.step, device)
+            return values
 
         return Side(run, result=result, facts=facts)
 
@@ -66,13 +66,13 @@ class Training(Case):
         for name in (SAME_LIST, KEPT):
             if name not in losses:
                 continue
-            found = losses[name]
-            equal = torch.equal(found, wanted) if exact and found.device.type == "cpu" else torch.allclose(
-                found, wanted, rtol=2e-2, atol=1e-3
+            loss = losses[name]
+            equal = torch.equal(loss, wanted) if exact and loss.device.type == "cpu" else torch.allclose(
+                loss, wanted, rtol=2e-2, atol=1e-3
             )
             if not equal:
                 raise WrongAnswerError(
-                    f"{self.name}: after {WARM_UP} steps the loss of {name} is {found.item()}, "
+                    f"{self.name}: after {WARM_UP} steps the loss of {name} is {loss.item()}, "
                     f"that of {TORCH} {wanted.item()}"
                 )
 
@@ -93,7 +93,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 EQUAL = (Aim(SAME_LIST, 1.0),)
 
 
-# Without AVX-512 a CPU has no 16-bit LSTM, and takes a second for a step of what is not small.
+# Without AVX-512 a CPU has no 16-bit LSTM, and a step of a larger model takes a second.
 EVERYWHERE = ("cpu", "cuda")
 FAST = EVERYWHERE if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("cuda",)
 
@@ -116,7 +116,7 @@ def small() -> list[Case]:
 
 def compiled() -> list[Case]:
     """A region around a compiled model, and one that is compiled with it."""
-    found: list[Case] = [
+    all_cases: list[Case] = [
         Training(
             name=f"d={width}, 2 x 16 tokens, region around", family="compiled", variant=Variant(run="around"),
             workload=lambda width=width: workloads.gpt(width, 4, 2, 16, 256, 2), aims=(Aim(AMPKIT, 1.02),),
@@ -124,7 +124,7 @@ def compiled() -> list[Case]:
         for width in (32, 128)
     ]
     variant = Variant(run="compiled")
-    return found + [
+    return all_cases + [
         Training(
             name=f"{name}, inductor, region inside", family="compiled", workload=workload, variant=variant,
             devices=devices, everyday=False,
@@ -141,20 +141,20 @@ MODELS: tuple[tuple[str, Callable[[], Workload], tuple[str, ...]], ...] = (
 
 def models() -> list[Case]:
     """Models that a CPU trains in seconds."""
-    found: list[Case] = []
+    all_cases: list[Case] = []
     for name, workload, devices in MODELS:
         variants = [Variant(), Variant(accumulation=8) if name == "LSTM" else Variant(clip=True)]
-        found += [
+        all_cases += [
             Training(name=f"{name}, {variant}", workload=workload, variant=variant, devices=devices)
             for variant in variants + [Variant(FP16)] * (name == "digits CNN")
         ]
         graph = Variant(run="graph")
-        found.append(Training(name=f"{name}, {graph}", workload=workload, variant=graph, devices=("cuda",)))
-    return found
+        all_cases.append(Training(name=f"{name}, {graph}", workload=workload, variant=graph, devices=("cuda",)))
+    return all_cases
 
 
 def widths() -> list[Case]:
-    """The same four-block transformer at growing width: where overhead ends and arithmetic begins."""
+    """The same four-block transformer at growing width, from overhead to arithmetic."""
     return [
         Training(
             name=f"d={width}", family="width", aims=EQUAL if width >= 256 else (), seconds=4.0,
