@@ -1,7 +1,7 @@
-"""`forward` decorated for nn.DataParallel: a region belongs to a thread, and each replica runs in its own.
+"""Decorate `forward` for nn.DataParallel: a region belongs to a thread, and each replica runs in its own thread.
 
-A `with autocast():` around the call of a DataParallel model reaches no replica. A decorated forward enters the
-region where it runs. Without several GPUs the replicas' threads are shown by hand.
+A `with autocast():` around the call of a DataParallel model does not reach its replicas. A decorated forward enters the
+region in the thread where it runs. Without several GPUs the example starts such threads itself.
 
     python examples/data_parallel.py
 """
@@ -29,7 +29,7 @@ class Plain(nn.Module):
 
 
 class Decorated(Plain):
-    """Enters a region in whichever thread it runs."""
+    """Enters a region in the thread where it runs."""
 
     @autocast(DEVICE, LOW)
     def forward(self, x: Tensor) -> Tensor:
@@ -37,29 +37,29 @@ class Decorated(Plain):
 
 
 def dtypes_in_threads(model: nn.Module, x: Tensor, replicas: int = 2) -> list[torch.dtype]:
-    """What each of several threads gets from the model, as DataParallel's replicas would."""
-    found: list[torch.dtype] = []
-    threads = [threading.Thread(target=lambda: found.append(model(x).dtype)) for _ in range(replicas)]
+    """The output dtypes of a model called from several threads, as DataParallel calls its replicas."""
+    dtypes: list[torch.dtype] = []
+    threads = [threading.Thread(target=lambda: dtypes.append(model(x).dtype)) for _ in range(replicas)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return dtypes
 
 
 def main() -> dict[str, list[torch.dtype]]:
     """Call both models inside a region, from other threads; then through DataParallel itself."""
     torch.manual_seed(0)
     x = torch.randn(8, 16, device=DEVICE)
-    found = {}
+    dtypes_of = {}
     for model in (Plain().to(DEVICE), Decorated().to(DEVICE)):
         with autocast(DEVICE, LOW):
-            found[type(model).__name__] = dtypes_in_threads(model, x)
+            dtypes_of[type(model).__name__] = dtypes_in_threads(model, x)
     parallel = nn.DataParallel(Decorated().to(DEVICE))
-    found["DataParallel"] = [parallel(x).dtype]
-    for name, dtypes in found.items():
+    dtypes_of["DataParallel"] = [parallel(x).dtype]
+    for name, dtypes in dtypes_of.items():
         print(f"{name}: {', '.join(map(str, dtypes))}")
-    return found
+    return dtypes_of
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run in pure bfloat16 that stops learning: how many updates are lost, on a step now and then."""
+"""A run in pure bfloat16 that stops learning: monitor how many updates are lost, on every n-th step."""
 
 import torch
 from torch import nn

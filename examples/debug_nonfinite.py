@@ -1,4 +1,4 @@
-"""A loss of NaN: which operator, which module, which line, why, and a change that was tried."""
+"""Find the cause of a NaN loss: operator, module, line, reason, and a change that was tried."""
 
 import torch
 from torch import Tensor, nn

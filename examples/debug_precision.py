@@ -1,4 +1,4 @@
-"""A model that is worse in bfloat16: who rounds, who amplifies, and what it does to the gradients."""
+"""A model that is worse in bfloat16: find the operators that round and amplify, and the effect on gradients."""
 
 import torch
 from torch import Tensor, nn

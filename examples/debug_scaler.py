@@ -1,4 +1,4 @@
-"""Skipped steps: which of them are a loss scale that settles, and which no smaller scale would cure."""
+"""Tell skipped steps of a loss scale that settles from those that no smaller scale would avoid."""
 
 import torch
 from torch import Tensor, nn

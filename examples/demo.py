@@ -1,4 +1,4 @@
-"""Train on real data in fp32, with torch.amp and with ampkit, side by side: what `make demo` runs.
+"""Train on real data in fp32, with torch.amp and with ampkit, side by side; `make demo` runs it.
 
 A small CNN learns scikit-learn's handwritten digits, a character-level GPT the text of Python's own manual; nothing is
 downloaded. The three copies of each model start from the same weights, see the same batches and take turns. It prints a
@@ -100,7 +100,7 @@ class CharGPT(nn.Module):
 class Digits:
     """Classify 1,797 handwritten digits, every fifth held out; measured by accuracy in percent.
 
-    In fp16 on every device: it is the task that shows the loss scale at work.
+    In fp16 on every device, to show the loss scale at work.
     """
 
     title, unit, cpu_dtype = "handwritten digits, small CNN", "%", "fp16"
@@ -140,7 +140,7 @@ class Characters:
     def __init__(self, device: torch.device, batch_size: int = 32, context: int = 32) -> None:
         from pydoc_data.topics import topics
 
-        # Topics quote one another. Each paragraph is kept once, or held-out text would have been seen in training.
+        # Topics repeat paragraphs. Each is kept once, or held-out text would be seen in training.
         joined = "\n\n".join(topics[name] for name in sorted(topics))
         paragraphs = list(dict.fromkeys(part for part in joined.split("\n\n") if part.strip()))
         self.alphabet = "".join(sorted(set("\n\n".join(paragraphs))))
@@ -187,7 +187,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass
 class Record:
-    """What one way of training has shown: an entry per step, and the held-out result at the end."""
+    """Measurements of one way of training: an entry per step, and the held-out result at the end."""
 
     name: str
     dtype: str
@@ -244,33 +244,33 @@ class Run:
 def make_runs(task: Digits | Characters, device: torch.device, dtype: str, seed: int) -> list[Run]:
     """fp32, torch.amp and ampkit from the same weights. The loss scale is on for fp16 only.
 
-    With "fp8" ampkit computes linear layers in FP8, the last one apart, beside torch.amp in bf16.
+    With "fp8" ampkit computes linear layers in FP8, except the last one, beside torch.amp in bf16.
     """
     torch.manual_seed(seed)
     origin = task.model()
-    kind, low = device.type, DTYPES[dtype]
+    device_type, low = device.type, DTYPES[dtype]
     options: dict[str, Any] = {"growth_interval": GROWTH_INTERVAL, "enabled": dtype == "fp16"}
     ways: list[tuple[str, str, Callable[[], AbstractContextManager], torch.amp.GradScaler]] = [
-        ("fp32", "fp32", nullcontext, torch.amp.GradScaler(kind, enabled=False)),
-        ("torch.amp", "bf16" if dtype == "fp8" else dtype, lambda: torch.autocast(kind, low),
-         torch.amp.GradScaler(kind, **options)),
-        ("ampkit", dtype, lambda: autocast(kind, low), GradScaler(kind, **options)),
+        ("fp32", "fp32", nullcontext, torch.amp.GradScaler(device_type, enabled=False)),
+        ("torch.amp", "bf16" if dtype == "fp8" else dtype, lambda: torch.autocast(device_type, low),
+         torch.amp.GradScaler(device_type, **options)),
+        ("ampkit", dtype, lambda: autocast(device_type, low), GradScaler(device_type, **options)),
     ]
     runs = []
     for name, shown, context, scaler in ways:
         model = copy.deepcopy(origin).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=task.peak_lr)
         if shown == "fp8":
-            context = functools.partial(autocast, kind, low, policy=float8_policy(kind, model))
+            context = functools.partial(autocast, device_type, low, policy=float8_policy(device_type, model))
         runs.append(Run(Record(name, shown), model, optimizer, context, scaler))
     return runs
 
 
-def float8_policy(kind: str, model: nn.Module) -> Policy:
-    """FP8 by rows for linear layers, but for the last one."""
-    policy = Policy.default(kind).with_rules({"aten::linear": Rule.FLOAT8_ROWWISE})
+def float8_policy(device_type: str, model: nn.Module) -> Policy:
+    """FP8 with a scale per row for all linear layers except the last one."""
+    policy = Policy.default(device_type).with_rules({"aten::linear": Rule.FLOAT8_ROWWISE})
     *_, head = (module for module in model.modules() if isinstance(module, nn.Linear))
-    return policy.for_modules(model, {head: Policy.default(kind)})
+    return policy.for_modules(model, {head: Policy.default(device_type)})
 
 
 def schedule(step: int, steps: int) -> float:
@@ -303,7 +303,7 @@ def show_overflow(task: Digits | Characters, run: Run, seed: int) -> dict[str, A
     """Take three more steps with a copy of a model; in the second, a gradient in its middle overflows."""
     model = copy.deepcopy(run.model).train()
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=task.peak_lr / 10)
-    layers = [one for one in model.named_modules() if next(one[1].parameters(recurse=False), None) is not None]
+    layers = [(path, module) for path, module in model.named_modules() if list(module.parameters(recurse=False))]
     path, module = layers[len(layers) // 2]
     generator = torch.Generator().manual_seed(seed)
     scaler = GradScaler(next(model.parameters()).device, init_scale=256.0)
@@ -323,7 +323,7 @@ def show_overflow(task: Digits | Characters, run: Run, seed: int) -> dict[str, A
         print(f"  step {step}  loss {loss.item():.3f}  scale {scaler.get_scale():.0f}  {outcome}")
         report = str(scaler.overflow_report()) if step == 2 else report
     print("scaler.overflow_report():", *report.splitlines(), sep="\n  ")
-    print("torch.amp skips such a step too, and does not say where it began.\n")
+    print("torch.amp skips such a step too, and does not report where the overflow began.\n")
     return {"module": path, "report": report}
 
 
@@ -339,7 +339,7 @@ def _overflow(module: nn.Module, args: object, output: Tensor) -> None:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """One row per task and run; a dash for what was not reached or what the device does not report."""
+    """Print a row per task and run; a dash stands for a missing figure."""
     rows = [("task", "run", "dtype", "last loss", "held out", "ms/step", "vs torch.amp", "skipped", "memory/step")]
     for name, task in results["tasks"].items():
         runs: list[Record] = task["runs"]
@@ -419,7 +419,7 @@ def save(results: dict[str, Any], folder: Path) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; return the exit code. Ctrl-C saves what was measured, if anything was, and returns 130."""
+    """Run the demo; return the exit code. Ctrl-C saves the measurements so far, if there are any, and returns 130."""
     options = _options(argv)
     device, names = options.device, list(TASKS) if options.model == "both" else [options.model]
     results: dict[str, Any] = {
@@ -443,8 +443,8 @@ def main(argv: list[str] | None = None) -> int:
             last = task, runs[-1]
         results["fault"] = show_overflow(*last, options.seed)
     except KeyboardInterrupt:
-        words = f"what was measured is in {options.out}" if save(results, options.out) else "no step was taken"
-        print(f"\ninterrupted; {words}", file=sys.stderr)
+        message = f"the measurements so far are in {options.out}" if save(results, options.out) else "no step was taken"
+        print(f"\ninterrupted; {message}", file=sys.stderr)
         return 130
     print_table(results)
     save(results, options.out)
@@ -453,9 +453,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    """The checked command line. Whatever cannot work is refused here, before minutes of training."""
+    """The command line, checked before minutes of training."""
     parser = argparse.ArgumentParser(prog="demo", description="Train in fp32, with torch.amp and with ampkit.")
-    parser.add_argument("--model", choices=[*TASKS, "both"], default="both", help="what to train (default: both)")
+    parser.add_argument("--model", choices=[*TASKS, "both"], default="both", help="the model to train (default: both)")
     parser.add_argument(
         "--dtype", choices=DTYPES,
         help="of torch.amp and ampkit (default: fp16; bf16 for gpt on a CPU); fp8 is beside torch.amp in bf16",
@@ -473,8 +473,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     except ImportError as error:
         parser.error(f"needs {error.name}; install both with: pip install matplotlib scikit-learn")
     try:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        options.device = torch.device(options.device) if options.device else found or torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        options.device = torch.device(options.device) if options.device else accelerator or torch.device("cpu")
         torch.zeros(1, device=options.device).item()
         torch.manual_seed(options.seed)
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:

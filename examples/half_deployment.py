@@ -1,6 +1,6 @@
-"""Deploying a trained model in half precision: look first, convert, compare.
+"""Deploy a trained model in half precision: check, convert, compare.
 
-`check_half` says which modules to keep in float32; `half` converts and keeps in float32 what has to be. The
+`check_half` proposes modules to keep in float32; `half` converts the model and keeps them. The
 deployed model is called with the same float32 inputs as before.
 
     python examples/half_deployment.py
@@ -16,7 +16,7 @@ from ampkit.half_precision.half import BATCH_NORMS, half
 
 
 class Calibrate(nn.Module):
-    """Sensor values to unit scale by way of a large offset, beside which half precision loses their digits."""
+    """Scales sensor values by way of a large offset, beside which half precision loses their digits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,15 +45,15 @@ def main(dtype: torch.dtype = torch.float16) -> dict[str, float]:
     model = train(x[::2], y[::2])
     report = check_half(model, x[:64], dtype)
     print(report, end="\n\n")
-    found = {}
+    changed = {}
     with torch.no_grad():
         expected = model(x[1::2]).argmax(1)
         for name, keep in (("all half", BATCH_NORMS), ("as advised", (*BATCH_NORMS, *report.keep))):
             deployed = half(model, dtype, keep)
-            found[name] = (deployed(x[1::2]).argmax(1) != expected).double().mean().item()
+            changed[name] = (deployed(x[1::2]).argmax(1) != expected).double().mean().item()
             size = sum(p.nbytes for p in deployed.parameters()) / sum(p.nbytes for p in model.parameters())
-            print(f"{name}: {found[name]:.1%} of answers changed, {size:.0%} of the bytes")
-    return found
+            print(f"{name}: {changed[name]:.1%} of answers changed, {size:.0%} of the bytes")
+    return changed
 
 
 if __name__ == "__main__":

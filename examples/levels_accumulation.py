@@ -1,7 +1,7 @@
 """Gradient accumulation with `scale_loss`, in the two ways that Apex's documentation gives.
 
-Plainly: every backward is unscaled and added, in float32 at O2. With `delay_unscale`: micro-batches add up
-scaled, and only the last backward before a step unscales.
+By default every backward is unscaled and added, in float32 at O2. With `delay_unscale` micro-batches add up scaled,
+and only the last backward before a step unscales.
 
     python examples/levels_accumulation.py
 """
@@ -15,7 +15,7 @@ from ampkit import amp
 
 
 def main(delay: bool = False, opt_level: str = "O2", micro_batches: int = 4, epochs: int = 6) -> float:
-    """Train on batches of 64 that are seen 16 at a time; return the held-out accuracy."""
+    """Train on batches of 64 in micro-batches of 16; return the held-out accuracy."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)

@@ -1,7 +1,7 @@
 """O0 to O3 side by side on digits: accuracy, time per step, and bytes held per parameter, in one table.
 
-Steps of the four runs alternate, so that whatever else the machine does is shared among them; times are
-medians. On a CPU without 16-bit arithmetic float32 is the fastest, and the table says so.
+Steps of the four runs alternate, so that other load on the machine affects all of them; times are medians. On a CPU
+without 16-bit arithmetic float32 is the fastest.
 
     python examples/levels_compare.py --dtype bf16
 """
@@ -59,14 +59,14 @@ class Run:
         return sum(t.nbytes for t in held) / sum(p.numel() for p in self.model.parameters())
 
     def accuracy(self, x: Tensor, y: Tensor) -> float:
-        """The share of digits recognised."""
+        """The share of digits recognized."""
         self.model.eval()
         with torch.no_grad():
             return (self.model(x).argmax(1) == y).double().mean().item()
 
 
 def wait(device: torch.device) -> None:
-    """Let the device finish."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -85,7 +85,7 @@ def main(dtype: str = "bf16", epochs: int = 6, device: str = "cpu") -> dict[str,
             for run in runs:
                 run.step(train_x[rows], train_y[rows])
     print(f"{'level':<6} {'accuracy':>9} {'ms/step':>9} {'bytes/parameter':>16}")
-    found = {}
+    rows = {}
     for run in runs:
         row = {
             "accuracy": run.accuracy(x[held_out], y[held_out]),
@@ -93,8 +93,8 @@ def main(dtype: str = "bf16", epochs: int = 6, device: str = "cpu") -> dict[str,
             "bytes": run.bytes_per_parameter,
         }
         print(f"{run.opt_level:<6} {row['accuracy']:>9.1%} {row['ms']:>9.2f} {row['bytes']:>16.1f}")
-        found[run.opt_level] = row
-    return found
+        rows[run.opt_level] = row
+    return rows
 
 
 if __name__ == "__main__":

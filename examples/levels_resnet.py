@@ -17,7 +17,7 @@ from ampkit import amp
 
 
 class Block(nn.Module):
-    """Two convolutions with batch norm and a way around them."""
+    """Two convolutions with batch norm and a shortcut."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def resnet(width: int = 12) -> nn.Module:
 
 
 def main(opt_level: str = "O1", epochs: int = 4, device: str = "cpu") -> float:
-    """Train and return the share of held-out digits that is recognised."""
+    """Train and return the share of held-out digits that is recognized."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32, device=device).view(-1, 1, 8, 8) / 16

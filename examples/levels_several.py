@@ -1,7 +1,7 @@
 """Several models, optimizers and losses under `initialize`: a generator against a discriminator.
 
-Each loss has a scale of its own, by `num_losses` and `loss_id`. Both losses of the discriminator add up in one
-optimizer; the generator's backward runs through the discriminator without touching its gradients.
+Each loss has its own scale, by `num_losses` and `loss_id`. Both losses of the discriminator add up in one optimizer;
+the generator's backward runs through the discriminator without changing its gradients.
 
     python examples/levels_several.py
 """

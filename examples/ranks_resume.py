@@ -1,9 +1,9 @@
-"""DDP, FSDP2 and tensor parallel: one loop, and checkpoints that go on with another number of ranks.
+"""DDP, FSDP2 and tensor parallel in one loop, with checkpoints that resume on another number of ranks.
 
     torchrun --nproc-per-node 2 examples/ranks_resume.py --parallel fsdp --folder run --steps 6
     torchrun --nproc-per-node 4 examples/ranks_resume.py --parallel fsdp --folder run --steps 12
 
-NCCL on GPUs, gloo on CPUs. The gradients say which ranks must skip together; the script says nothing of it.
+NCCL on GPUs, gloo on CPUs. The gradients tell the scaler which ranks must skip together.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def parallel(model: torch.nn.Module, how: str, device: torch.device) -> torch.nn
 
 
 class Progress:
-    """What a checkpoint holds, as `torch.distributed.checkpoint` asks for it: whole tensors, whatever holds them."""
+    """The state that `torch.distributed.checkpoint` saves: whole tensors, however they are sharded."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
@@ -96,7 +96,7 @@ def main(how: str, folder: Path, steps: int) -> None:
         stats = scaler.stats()
         print(f"{how} on {world}, step {progress.step}: loss {losses.item():.5f}, {stats.skips} skipped, "
               f"scale {stats.scale:g}", flush=True)
-    dist.barrier()      # a rank that leaves early may take the connections of the others with it
+    dist.barrier()      # a rank that exits early may close the connections of the others
     dist.destroy_process_group()
 
 
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     parser.add_argument("--parallel", choices=["ddp", "fsdp", "tensor"], default="ddp")
     parser.add_argument("--folder", type=Path, default=Path("run"), help="where checkpoints are, and go")
     parser.add_argument("--steps", type=int, default=6, help="steps from the very first one on")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if "RANK" not in os.environ:
         sys.exit("this runs on several processes; start it with: torchrun --nproc-per-node 2 examples/ranks_resume.py")
-    main(given.parallel, given.folder, given.steps)
+    main(options.parallel, options.folder, options.steps)

@@ -1,4 +1,4 @@
-"""Loss scaling in its shortest form: one model, one optimizer."""
+"""The shortest loop with a loss scale: one model, one optimizer."""
 
 import torch
 

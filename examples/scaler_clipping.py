@@ -20,7 +20,7 @@ def main(steps: int = 40) -> GradScaler:
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         scaler.scale(loss).backward()
         if step == 6:
-            model[2].weight.grad[0, 0] = torch.nan  # for the sake of the example
+            model[2].weight.grad[0, 0] = torch.nan  # to show a skipped step
         if step % 2:
             scaler.clip_grad_norm_(optimizer, max_norm=1.0)  # unscales, checks and clips at once
         else:

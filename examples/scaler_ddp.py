@@ -39,7 +39,7 @@ def main(steps: int = 10) -> None:
     stats = scaler.stats()
     checksum = float(module.weight.detach().double().sum())
     print(f"rank {rank}: {stats.skips} skipped, scale {stats.scale:g}, weights {checksum:.12f}", flush=True)
-    dist.barrier()  # a rank that leaves early may take the connections of the others with it
+    dist.barrier()  # a rank that exits early may close the connections of the others
     dist.destroy_process_group()
 
 

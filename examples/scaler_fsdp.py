@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): gradients are DTensors, which name the ranks that have to agree.
+"""FSDP2 (`fully_shard`): gradients are DTensors, which hold the group of ranks that must skip together.
 
 Run it on two processes: torchrun --nproc-per-node 2 examples/scaler_fsdp.py
 """
@@ -41,7 +41,7 @@ def main(steps: int = 10) -> None:
 
     stats = scaler.stats()
     print(f"rank {rank}: {stats.skips} skipped, scale {stats.scale:g}, norm {norm.item():.6f}", flush=True)
-    dist.barrier()  # a rank that leaves early may take the connections of the others with it
+    dist.barrier()  # a rank that exits early may close the connections of the others
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Alternating steps, as GANs take them: one scaler, an update after each of the two phases."""
+"""Alternating steps of a GAN: one scaler, with an update after each of the two phases."""
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce

@@ -1,6 +1,4 @@
-"""A gradient penalty: the inner gradients are scaled too, and have to be divided by hand before they enter
-the loss.
-"""
+"""A gradient penalty: the inner gradients are scaled too; divide them by the scale before they enter the loss."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A run that began with torch.amp.GradScaler goes on with ampkit's, and could go back."""
+"""Continue a run of torch.amp.GradScaler with ampkit's GradScaler, and go back."""
 
 import tempfile
 from pathlib import Path
@@ -35,7 +35,7 @@ def main() -> tuple[float, float]:
     train(model, optimizer, old, inputs, 3)
     print(f"ampkit went on to scale {new.get_scale():g}, torch would have to {old.get_scale():g}")
 
-    old.load_state_dict(new.state_dict())  # torch reads its own entries and leaves ampkit's aside
+    old.load_state_dict(new.state_dict())  # torch reads its own entries and ignores ampkit's
     return new.get_scale(), old.get_scale()
 
 

@@ -1,6 +1,4 @@
-"""Two losses, two models, two optimizers, one scaler: each optimizer skips for itself, the scale backs off
-once.
-"""
+"""Two losses, two models, two optimizers, one scaler: optimizers skip separately, the scale backs off once."""
 
 import torch
 
@@ -27,7 +25,7 @@ def main(steps: int = 20) -> dict[str, float]:
             score = (critic(code) - inputs.mean(1, keepdim=True)).square().mean()
         scaler.scale(spread).backward(retain_graph=True)
         scaler.scale(score).backward()
-        scaler.unscale_(optimizers[0])  # only where gradients are looked at before the step
+        scaler.unscale_(optimizers[0])  # needed only to read or change gradients before the step
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()  # once, after all steps

@@ -1,4 +1,4 @@
-"""The demo: it trains what it says, its three runs are comparable, and it stops as it should."""
+"""The demo: models learn, the three runs are comparable, interrupts and bad options end it cleanly."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ def run_demo(out: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_no_held_out_text_was_seen_in_training() -> None:
-    """The source repeats itself; the split does not. Targets are the inputs shifted by one."""
+    """The source repeats paragraphs, the split does not. Targets are the inputs shifted by one."""
     task = demo.Characters(CPU, batch_size=3, context=16)
     train, test = ("".join(task.alphabet[code] for code in part) for part in (task.train, task.test))
     paragraphs = [part for part in test.split("\n\n") if part.strip()]
@@ -32,7 +32,7 @@ def test_no_held_out_text_was_seen_in_training() -> None:
 
 
 def test_runs_start_alike_and_see_the_same_batches_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which goes first rotates, so that none always runs on a warm cache. The same seed repeats losses to the bit."""
+    """The first run rotates, so that none always runs on a warm cache. The same seed repeats losses to the bit."""
     seen: list[tuple[str, float]] = []
     step = demo.Run.step
 
@@ -68,7 +68,7 @@ def test_the_digits_are_learned_and_the_fault_is_named(
     assert [run["dtype"] for run in runs] == ["fp32", "fp16", "fp16"]
     assert all(run["held_out"] >= 94 for run in runs)
     for run in runs[1:]:
-        falls = [n + 2 for n, (one, other) in enumerate(itertools.pairwise(run["scales"])) if other < one]
+        falls = [n + 2 for n, (before, after) in enumerate(itertools.pairwise(run["scales"])) if after < before]
         assert run["skipped_steps"] == falls != []
     assert {len(run[key]) for run in runs for key in ("losses", "seconds")} == {40}
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -116,7 +116,7 @@ def test_an_interrupt_keeps_what_was_measured(
     assert capsys.readouterr().err == "\ninterrupted; no step was taken\n"
     left[0] = 7
     results = run_demo(tmp_path, "--model", "digits", code=130)
-    assert "\ninterrupted; what was measured is in" in capsys.readouterr().err
+    assert "\ninterrupted; the measurements so far are in" in capsys.readouterr().err
     assert sorted(len(run["losses"]) for run in results["tasks"]["digits"]["runs"]) == [2, 2, 3]
 
 
