@@ -1,4 +1,4 @@
-"""FP16Optimizer: the scripts that were written around one, against a scaler and masters by hand."""
+"""FP16Optimizer in scripts as for Apex, compared with a scaler and masters by hand."""
 
 import copy
 import io
@@ -27,8 +27,8 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
 ) -> None:
     """Losses and weights of 12 steps of two micro-batches, with clipping and two overflows.
 
-    Micro-batches are taken together or one by one, each with an update of the scale. The second overflow is dropped, as
-    scripts for Apex have it: `if optimizer.overflow: continue`.
+    Micro-batches are unscaled together or separately, with an update of the scale each time. The second overflow is
+    dropped as in scripts for Apex: `if optimizer.overflow: continue`.
     """
     model, reference, rule = make_half(dtype), make_half(dtype), {"init_scale": 2.0**12, "scale_window": 4}
     optimizer = FP16Optimizer(
@@ -43,7 +43,7 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
         optimizer.zero_grad(set_to_none)
         by_hand.zero_grad()
         for last, part in ((False, slice(0, 4)), (True, slice(4, 8))):
-            loss, expected = (loss_of(one, (x[part], y[part])) * factor for one in (model, reference))
+            loss, expected = (loss_of(net, (x[part], y[part])) * factor for net in (model, reference))
             assert torch.equal(loss, expected)
             optimizer.backward(loss, update_master_grads=not together)
             scaler.scale(expected).backward()
@@ -62,12 +62,12 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
             optimizer.step()
         scaler.step(by_hand)
         scaler.update()
-        assert all(map(torch.equal, optimizer.masters.masters(), masters.masters()))
-        assert all(map(torch.equal, model.parameters(), reference.parameters()))
+        torch.testing.assert_close([*optimizer.masters.masters()], [*masters.masters()], rtol=0, atol=0)
+        torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=0, atol=0)
     stats = optimizer.scaler.stats()
     assert (stats.steps, stats.skips) == (10, 1)
-    said = "" if kind.startswith("ampkit") else "step skipped; the loss scale is"
-    assert said in capsys.readouterr().out
+    printed = "" if kind.startswith("ampkit") else "step skipped; the loss scale is"
+    assert printed in capsys.readouterr().out
     report = optimizer.scaler.overflow_report(model)        # the masters' gradients are gone by now
     assert {row.name for row in report} == {name for name, _ in model.named_parameters()}
 
@@ -97,7 +97,7 @@ def test_resuming_is_bit_for_bit(kind: str) -> None:
         part.load_state_dict(saved)
     train(*second, batches(8)[4:])
     assert second[1].loss_scale == straight[1].loss_scale > 2.0**14
-    assert all(map(torch.equal, second[0].state_dict().values(), straight[0].state_dict().values()))
+    torch.testing.assert_close([*second[0].state_dict().values()], [*straight[0].state_dict().values()], rtol=0, atol=0)
 
 
 def test_a_state_loads_as_a_whole_or_not_at_all() -> None:
@@ -134,7 +134,7 @@ def test_schedulers_hooks_and_groups_take_it_for_the_optimizer() -> None:
     before = extra.weight.clone()
     for x, _ in batches(2):
         optimizer.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
+        assert {p.grad for p in model.parameters()} == {None}
         optimizer.backward(extra(model(x).bfloat16()).float().sum())
         optimizer.step()
         scheduler.step()

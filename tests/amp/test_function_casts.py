@@ -1,4 +1,4 @@
-"""half_function and its kin: what functions see, inside regions and outside, and how they are registered."""
+"""half_function, float_function and promote_function: the dtypes that functions see, and registration."""
 
 import asyncio
 import inspect
@@ -57,7 +57,7 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
     with autocast("cpu", LOW):
         y = amp.half_function(lambda batch: [batch["x"][0] * 2, batch["y"]])({"x": [x], "y": wide})
     y[0].float().sum().backward()
-    assert [one.dtype for one in y] == [LOW, torch.float64]
+    assert [tensor.dtype for tensor in y] == [LOW, torch.float64]
     assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [2.0, 2.0])
 
 

@@ -34,14 +34,14 @@ def test_what_a_level_is(opt_level: str, low: str, dtype: torch.dtype) -> None:
     """Apex's table of dtypes and scales, with no scale where bfloat16 needs none."""
     model, optimizer = set_up(opt_level, **({} if opt_level == "O0" else {"dtype": dtype}))
 
-    def of(what: str) -> torch.dtype:
-        return dtype if what in low else torch.float32
+    def of(part: str) -> torch.dtype:
+        return dtype if part in low else torch.float32
 
     assert model.conv.weight.dtype == model.head.weight.dtype == of("conv")
     assert model.bn.weight.dtype == model.bn.running_var.dtype == of("bn")
     assert {p.dtype for p in master_params(optimizer)} == {of("stepped")}
     scale = DynamicLossScale(max_scale=2.0**24) if of("scale") is torch.float16 else NoOpLossScale()
-    assert [one.loss_scale for one in loss_scalers(optimizer)] == [scale] * (opt_level != "O0")
+    assert [scaler.loss_scale for scaler in loss_scalers(optimizer)] == [scale] * (opt_level != "O0")
     seen = []
     model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     x = BATCH[0]
@@ -70,7 +70,7 @@ def test_a_level_is_its_parts_to_the_bit(opt_level: str, dtype: torch.dtype | No
     by_hand_optimizer = OPTIMIZERS[kind](by_hand.parameters())
     if opt_level == "O2":
         masters = MasterWeights(by_hand_optimizer)
-        masters.load_state_dict({"masters": [value for p, value in start.items() if p.dtype is dtype]})
+        masters.load_state_dict({"masters": [weight for p, weight in start.items() if p.dtype is dtype]})
     model, optimizer = set_up(
         opt_level, optimizer_of=lambda model: OPTIMIZERS[kind](model.parameters()), dtype=dtype,
         loss_scale=rule if scaled else None, policy=Policy.default("cpu") if opt_level == "O1" else None,
@@ -91,11 +91,11 @@ def test_a_level_is_its_parts_to_the_bit(opt_level: str, dtype: torch.dtype | No
             assert torch.equal(grad, p.grad) or not torch.isfinite(grad).all()
         optimizer.step()
         assert torch.equal(loss, expected)
-        assert [one.get_scale() for one in loss_scalers(optimizer)] == [scaler.get_scale()] * scaled
-        assert all(map(torch.equal, master_params(optimizer), master_params(by_hand_optimizer)))
-        assert all(map(torch.equal, model.parameters(), by_hand.parameters()))
-    for one in loss_scalers(optimizer):
-        stats = one.stats()
+        assert [by_level.get_scale() for by_level in loss_scalers(optimizer)] == [scaler.get_scale()] * scaled
+        torch.testing.assert_close([*master_params(optimizer)], [*master_params(by_hand_optimizer)], rtol=0, atol=0)
+        torch.testing.assert_close([*model.parameters()], [*by_hand.parameters()], rtol=0, atol=0)
+    for by_level in loss_scalers(optimizer):
+        stats = by_level.stats()
         assert (stats.steps, stats.skips) == (scaler.stats().steps, scaler.stats().skips)
         assert (stats.skips > 0) is (dtype is torch.float16)
         assert stats.growths > 0
@@ -114,7 +114,7 @@ def gradient_error_bound(x: Tensor, y: Tensor, w: Tensor, dtype: torch.dtype) ->
     c3 = 3 * u / (1 - 3 * u)
     residual = (x @ w - y).abs()
     prediction_error = c3 * (x.abs() @ w.abs())
-    # what float16 rounds below its normal range is off by half its smallest number instead
+    # below float16's normal range the error is half its smallest number instead
     tiny = 2.0**-25 if dtype is torch.float16 else 0.0
     return 2 / n * (x.abs().T @ ((1 + c3) * prediction_error + c3 * residual)) + tiny * (1 + x.abs().sum(0))
 
@@ -212,7 +212,7 @@ def test_accumulation_with_and_without_delay_and_over_gradients_that_view_ddps_b
         views = weights(wrap=lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
     finally:
         dist.destroy_process_group()
-    assert all(map(torch.equal, views, expected))
+    torch.testing.assert_close([*views], [*expected], rtol=0, atol=0)
 
 
 @SCALED
@@ -227,7 +227,7 @@ def test_an_overflow_is_printed_reported_and_leaves_no_flag_behind(
     )
     scaler, = loss_scalers(optimizer)
     for bad in (False, True, False):
-        model.zero_grad()       # is enough: masters let go of their gradients at each step
+        model.zero_grad()       # enough: each step drops the masters' gradients
         backward(loss_of(model) * 1e30 if bad else loss_of(model), optimizer)
         optimizer.step()
         assert bool(scaler.found_inf(optimizer)) is bad
@@ -270,7 +270,7 @@ def test_an_overflow_skips_every_optimizer_of_its_loss_and_no_other(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        same = [all(map(torch.equal, old, master_params(one))) for old, one in zip(before, optimizers, strict=True)]
+        same = [all(map(torch.equal, old, master_params(o))) for old, o in zip(before, optimizers, strict=True)]
         assert same == [bad_loss in (0, 1), bad_loss in (0, 2)]
     assert [s.get_scale() for s in loss_scalers(optimizers[0])] == [2.0**7 if bad == i else 2.0**8 for i in range(3)]
 
@@ -281,7 +281,7 @@ def test_an_exception_inside_puts_gradients_back() -> None:
     grads = [p.grad.clone() for p in model.parameters()]
     with model.conv.weight.register_hook(lambda grad: 1 / 0), pytest.raises(ZeroDivisionError):
         backward(loss_of(model), optimizer)     # after the head has its gradients
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=0, atol=0)
     backward(loss_of(model), optimizer)
     optimizer.step()
 
@@ -304,7 +304,7 @@ def test_on_cuda_levels_train_without_waiting_for_the_device(opt_level: str, dty
         opt_level, make().cuda(), lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9), dtype=dtype,
         loss_scale="dynamic",
     )
-    x, y = (one.cuda() for one in BATCH)
+    x, y = (tensor.cuda() for tensor in BATCH)
     losses = []
     for index in range(12):
         torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")     # the first steps allocate and compile

@@ -105,11 +105,11 @@ def test_graph_and_compiled_steps_train_as_eager_ones(dtype: torch.dtype) -> Non
     for way in (TORCH, AMPKIT):
         losses = []
         for run in ("eager", "graph", "compiled"):
-            one = trainer.Trainer(gpt(), Variant(dtype, 2, clip=True, run=run), way, torch.device("cuda"))
+            training = trainer.Trainer(gpt(), Variant(dtype, 2, clip=True, run=run), way, torch.device("cuda"))
             for _ in range(4):
-                one.step()
-            assert one.loss is not None
-            losses.append(one.loss.item())
+                training.step()
+            assert training.loss is not None
+            losses.append(training.loss.item())
         assert losses[1:] == pytest.approx(losses[:1] * 2, rel=2e-2)
 
 
@@ -129,8 +129,8 @@ def test_every_job_of_kernels_is_rehearsed_and_its_sides_agree() -> None:
             case.check(sides)
             moved = {name: side.facts()["bytes_moved"] for name, side in sides.items()}
             assert 0 < moved[AMPKIT] <= moved[TORCH_OPERATORS], case.name
-    found = [case for case in kernels.cases() if isinstance(case, kernels.Kernel)]
-    jobs = {(case.job, case.dtype, case.moving, device) for case in found for device in case.devices}
+    kernel_cases = [case for case in kernels.cases() if isinstance(case, kernels.Kernel)]
+    jobs = {(case.job, case.dtype, case.moving, device) for case in kernel_cases for device in case.devices}
     assert jobs == {(*job, device) for *job, _ in jobs for device in ("cpu", "cuda")}
 
 
@@ -141,17 +141,18 @@ def test_a_clipped_list_is_clipped_again_in_every_round(monkeypatch: pytest.Monk
     side = case.sides(CPU)[AMPKIT]
     assert side.before is not None
     side.before()
-    (given,) = side.result()
+    (before,) = side.result()
     side.run(1)
-    assert side.result()[0] < given
+    assert side.result()[0] < before
     side.before()
-    assert side.result()[0] == given
+    assert side.result()[0] == before
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 def test_kernels_launch_with_the_configuration_that_is_tuned() -> None:
     material = kernels.Material([(5,), (700,)], CPU, torch.float32, impl="triton")
     for job in tuning.KERNELS:
-        with noted_launches() as found:
+        with noted_launches() as launches:
             tuning.Tuning(name=job, job=job).side(material, Config(block=256, chunk=1024)).run(1)
-        assert {one.options["BLOCK"] for one in found if one.kernel == f"{tuning.KERNELS[job]}_kernel"} == {256}
+        kernel = f"{tuning.KERNELS[job]}_kernel"
+        assert {launch.options["BLOCK"] for launch in launches if launch.kernel == kernel} == {256}

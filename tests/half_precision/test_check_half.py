@@ -1,4 +1,4 @@
-"""check_half: what keeping a module in float32 is worth, and which modules it proposes."""
+"""check_half: the errors with each module kept in float32, and the modules that it proposes."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Call(nn.Module):
 
 
 SQUARE = Call(lambda x: (x * 1000.0).square())      # goes beyond float16
-SHIFT = Call(lambda x: (x + 500.0) - 500.0)         # loses what half precision cannot hold beside a large number
+SHIFT = Call(lambda x: (x + 500.0) - 500.0)         # loses digits beside a large number
 
 
 class Within(nn.Module):
@@ -142,12 +142,12 @@ def test_the_sample_and_the_model_are_left_alone() -> None:
     assert torch.equal(x, before)
     assert seen == []
     assert model.training
-    assert not any(m._forward_hooks for m in model.modules())
+    assert not [m for m in model.modules() if m._forward_hooks]
     assert not torch.nn.modules.module._has_any_global_hook()
 
 
 class Attention(nn.Module):
-    """Whose scores are far from zero, where half precision has few digits for what tells them apart."""
+    """Attention with scores far from zero, where half precision has few digits for their differences."""
 
     def __init__(self, width: int, shift: float) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class Batch:
 
 FLOAT = torch.ones(1)
 FIXED = (*(torch.ones(1, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)), "text", None, 1.5)
-TREES: tuple[Callable[[Any], Any], ...] = (     # a container of what it is given, at several depths
+TREES: tuple[Callable[[Any], Any], ...] = (     # containers of a tensor, at several depths
     lambda x: x,
     lambda x: [x, (x, ()), Point(x, [x, *FIXED])],
     lambda x: {"a": x, "b": collections.OrderedDict(c=(x,), d=FIXED)},
@@ -54,9 +54,9 @@ def test_other_containers() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     result = cast_tree(packed, torch.float16)
     assert (result.data.dtype, result.batch_sizes.dtype) == (torch.float16, torch.int64)
-    found = cast_tree(torch.ones(2, 2).max(0), torch.float16)
-    assert type(found) is torch.return_types.max
-    assert found.values.dtype is torch.float16
+    largest = cast_tree(torch.ones(2, 2).max(0), torch.float16)
+    assert type(largest) is torch.return_types.max
+    assert largest.values.dtype is torch.float16
     own = types.SimpleNamespace(to=lambda dtype: dtype)     # a batch class with a `to`, as Apex expects of it
     module = nn.Linear(1, 1)
     assert cast_tree([own, module], torch.float16) == [torch.float16, module]
@@ -175,12 +175,12 @@ def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype, in_regio
 def test_copies_pickles_threads_and_compiled_code_keep_casts(in_region: bool) -> None:
     """Of kept modules too, and of one that is kept itself; what is a region in one thread is one in each."""
     low, batch = half(Net(), torch.bfloat16, (nn.LayerNorm,), in_region=in_region).eval(), sample()
-    expected, found = low(batch)["y"], []
-    thread = threading.Thread(target=lambda: found.append(low(batch)["y"]))
+    expected, outputs = low(batch)["y"], []
+    thread = threading.Thread(target=lambda: outputs.append(low(batch)["y"]))
     thread.start()
     thread.join()
-    found += [copied(batch)["y"] for copied in (copy.deepcopy(low), pickle.loads(pickle.dumps(low)))]
-    assert all(torch.equal(one, expected) for one in found)
+    outputs += [copied(batch)["y"] for copied in (copy.deepcopy(low), pickle.loads(pickle.dumps(low)))]
+    torch.testing.assert_close(outputs, [expected] * 3, rtol=0, atol=0)
     norm, x = half(nn.LayerNorm(4), torch.bfloat16, (nn.LayerNorm,), torch.float64), torch.randn(2, 4)
     copied = copy.deepcopy(pickle.loads(pickle.dumps(norm)))
     assert torch.equal(copied(x), norm(x))
@@ -201,7 +201,7 @@ def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> Non
     half(model, keep_fp32="1")
     params = list(model.parameters())
     assert half(model, torch.bfloat16, in_place=True) is model
-    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert [*map(id, params)] == [*map(id, model.parameters())]
     assert params[0].dtype is torch.bfloat16
 
 

@@ -54,9 +54,11 @@ def test_it_is_an_optimizer_over_float32_weights(dtype: torch.dtype, kind: str, 
                 by_hand.step()
             for p, w in zip(reference.parameters(), wide, strict=True):
                 p.copy_(w)
-        assert all(map(torch.equal, (p for group in optimizer.param_groups for p in group["params"]), wide))
-        assert all(map(torch.equal, model.parameters(), reference.parameters()))
-    assert all(p.grad is None for p in (*masters.model_parameters(), *masters.masters()))
+        torch.testing.assert_close(
+            [*(p for group in optimizer.param_groups for p in group["params"])], [*wide], rtol=0, atol=0
+        )
+        torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=0, atol=0)
+    assert {p.grad for p in (*masters.model_parameters(), *masters.masters())} == {None}
 
 
 @pytest.mark.parametrize("broken", [None, 0, 1, 2, 3])
@@ -68,17 +70,17 @@ def test_gradients_are_widened_unscaled_added_and_checked(broken: int | None, in
     optimizer = torch.optim.SGD(params, lr=0.1)
     masters, totals = MasterWeights(optimizer), {}
     for together in (3, 4):
-        found: dict[torch.device, Tensor] = {}
+        flags: dict[torch.device, Tensor] = {}
         for index, param in enumerate(params[:together]):
             param.grad = torch.randn_like(param)
             if index == broken:
                 param.grad[:1] = torch.inf
             if index != 2:
                 totals[param] = param.grad.float() * inv + totals.get(param, 0.0)
-        masters.take_gradients_(torch.tensor(inv), found)
-        assert list(map(bool, found.values())) == [broken == 0 or (broken, together) == (3, 4)]
-    masters.take_gradients_(torch.tensor(inv), found := {})
-    assert not found
+        masters.take_gradients_(torch.tensor(inv), flags)
+        assert list(map(bool, flags.values())) == [broken == 0 or (broken, together) == (3, 4)]
+    masters.take_gradients_(torch.tensor(inv), flags := {})
+    assert not flags
     assert [param.grad is None for param in params] == [True, True, False, True, True]
     assert masters.master_of(params[2]) is None
     grads = {param: master.grad for param, master in zip(masters.model_parameters(), masters.masters(), strict=True)}
@@ -111,7 +113,7 @@ def test_closures_are_followed_and_skipped_as_a_whole() -> None:
     before = [p.detach().clone() for p in (*model.parameters(), *masters.masters())]
     bad.append(len(seen) + 2)
     assert scaler.step(optimizer, closure) is None
-    assert all(map(torch.equal, (*model.parameters(), *masters.masters()), before))
+    torch.testing.assert_close([*(*model.parameters(), *masters.masters())], [*before], rtol=0, atol=0)
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="Triton does not interpret here")
@@ -180,7 +182,8 @@ def test_state_of_a_used_optimizer_moves_to_the_masters() -> None:
         loss_of(model).backward()
         optimizer.zero_grad(set_to_none)
         grads = [p.grad for p in (*model.parameters(), *masters.masters())]
-        assert all(grad is None if set_to_none else not grad.any() for grad in grads)
+        cleared = None if set_to_none else False
+        assert [grad if grad is None else bool(grad.any()) for grad in grads] == [cleared] * len(grads)
 
 
 def test_changes_from_outside_are_followed() -> None:
@@ -197,13 +200,13 @@ def test_changes_from_outside_are_followed() -> None:
     with torch.no_grad():
         model.conv.weight[0] = 0.0
     optimizer.step()    # no gradients: nothing but what was followed
-    assert bool((master[0] == 0.0).all())
+    assert set(master[0].flatten().tolist()) == {0.0}
     assert torch.equal(master[1:], before[1:])
     assert not torch.equal(before, before.bfloat16().float())
     model.load_state_dict(make_half(seed=1).state_dict())
     optimizer.step()
     assert torch.equal(master, make_half(seed=1).conv.weight.float())
-    masters.load_state_dict({"masters": [each + 1.0 for each in masters.masters()]})
+    masters.load_state_dict({"masters": [loaded + 1.0 for loaded in masters.masters()]})
     assert torch.equal(model.conv.weight, make_half(seed=1).conv.weight + 1.0)
 
 
@@ -227,7 +230,7 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(error, match=message):
             refused()
-    assert all(map(torch.equal, before, masters.masters()))
+    torch.testing.assert_close([*before], [*masters.masters()], rtol=0, atol=0)
     assert torch.float32 not in {param.dtype for param in remainders.param_groups[0]["params"] if param.ndim > 1}
     loss_of(model).backward()
     torch.utils.swap_tensors(masters.masters()[-1], nn.Parameter(torch.ones(10, device="meta")))   # as if it had moved
@@ -260,14 +263,14 @@ def sharded_parameters(rank: int, world: int) -> None:
     for place in (lambda value, at: value.clone(), lambda value, at: distribute_tensor(value, mesh, [at])):
         param = nn.Parameter(place(weight, Shard(0)))
         optimizer = OPTIMIZERS["torch-adamw"]([param])
-        masters, found = MasterWeights(optimizer), {}
+        masters, flags = MasterWeights(optimizer), {}
         for grad in grads:
             for placement in (Shard(0), Replicate()):
                 param.grad = place(grad, placement)
-                masters.take_gradients_(torch.tensor(0.5), found)
+                masters.take_gradients_(torch.tensor(0.5), flags)
             optimizer.step()
             masters.load_state_dict(copy.deepcopy(masters.state_dict()))
-        assert list(map(bool, found.values())) == [False]
+        assert list(map(bool, flags.values())) == [False]
         ends.append((masters.masters()[0].detach(), param.detach()))
     for plain, sharded in zip(*ends, strict=True):
         assert torch.equal(plain, sharded.full_tensor())

@@ -44,7 +44,8 @@ def test_runs_start_alike_and_see_the_same_batches_in_turn(monkeypatch: pytest.M
         task = demo.Digits(CPU, batch_size=4)
         runs = demo.make_runs(task, CPU, dtype, seed)
         first = runs[0].model.state_dict()
-        assert all(value.equal(first[key]) for run in runs for key, value in run.model.state_dict().items())
+        for run in runs:
+            torch.testing.assert_close(run.model.state_dict(), first, rtol=0, atol=0)
         demo.train(task, runs, 3, seed)
         return runs
 
@@ -66,7 +67,7 @@ def test_the_digits_are_learned_and_the_fault_is_named(
     results = run_demo(tmp_path, "--model", "digits", "--steps", "40")
     runs = results["tasks"]["digits"]["runs"]
     assert [run["dtype"] for run in runs] == ["fp32", "fp16", "fp16"]
-    assert all(run["held_out"] >= 94 for run in runs)
+    assert min(run["held_out"] for run in runs) >= 94
     for run in runs[1:]:
         falls = [n + 2 for n, (before, after) in enumerate(itertools.pairwise(run["scales"])) if after < before]
         assert run["skipped_steps"] == falls != []
@@ -94,7 +95,7 @@ def test_the_text_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runs = run_demo(tmp_path, "--model", "gpt", "--steps", "12")["tasks"]["gpt"]["runs"]
     assert [run["dtype"] for run in runs] == ["fp32", "bf16", "bf16"]
     bits = [run["held_out"] for run in runs]
-    assert all(3 < value < 6 for value in bits)
+    assert 3 < min(bits) <= max(bits) < 6
     assert max(bits) - min(bits) < 0.05
 
 
