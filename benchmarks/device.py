@@ -1,8 +1,8 @@
-"""Whether the device still works: after an illegal access it does not until the process has ended."""
+"""Check that the device still works: after an illegal access it does not until the process ends."""
 
 import torch
 
-LOST = 3  # exit code: start again with --resume, in a fresh process
+LOST = 3  # exit code: start again with --resume in a new process
 
 
 class DeviceLostError(RuntimeError):
@@ -10,7 +10,7 @@ class DeviceLostError(RuntimeError):
 
 
 def must_answer(device: torch.device) -> None:
-    """Raise `DeviceLostError` if the device no longer works. Synchronises."""
+    """Raise `DeviceLostError` if the device no longer works. Synchronizes."""
     if device.type != "cuda":
         return
     try:

@@ -1,4 +1,4 @@
-"""What figures depend on: machine, versions, commit, load."""
+"""The environment of a measurement: machine, versions, commit, load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The facts that every row of results carries."""
+    """The environment that is saved with every row."""
     on_gpu = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -1,4 +1,4 @@
-"""The parameter lists that are measured: those of real models, and one of very many tiny tensors."""
+"""The parameter lists of the benchmarks: those of real models, and one of very many tiny tensors."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def shapes_of(build: Callable[[], nn.Module]) -> list[Shape]:
 
 
 def tiny(n: int = 5000) -> list[Shape]:
-    """Very many tensors of 1 to 199 elements, where launches cost all and bytes nothing."""
+    """Very many tensors of 1 to 199 elements, where launches dominate the time."""
     return [(1 + (37 * i) % 199,) for i in range(n)]
 
 

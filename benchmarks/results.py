@@ -15,7 +15,7 @@ _NEEDED = ("family", "name", "environment")
 
 
 def key(row: Row) -> tuple[str, str]:
-    """What identifies a row in a file."""
+    """The key of a row in a file."""
     return row["family"], row["name"]
 
 
@@ -62,7 +62,7 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 
 
 def _rounded(tree: Any) -> Any:
-    """Floats to six significant digits: more is noise and makes files hard to read."""
+    """Round floats in containers to six significant digits."""
     if isinstance(tree, float):
         return float(f"{tree:.6g}")
     if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Interleaved timing: several ways of doing one job take turns, and are compared round by round.
+"""Interleaved timing: the sides of a case take turns, and are compared round by round.
 
 Other load on the machine then affects all of them, and a ratio within one round is free of slow drift. The side that
 goes first rotates. Two clocks: the host's, for what a user waits for, and CUDA events, for the kernels alone.
@@ -18,7 +18,7 @@ import torch
 Run = Callable[[int], object]       # runs the job that many times
 
 FLUSHED_BYTES = 256 << 20           # several times the largest second-level cache
-CYCLES_PER_S = 2e9                  # of the fastest GPU clock; a slower one only waits longer
+CYCLES_PER_S = 2e9                  # a fast GPU clock; on a slower GPU the wait is longer
 MOST_HEAD_START = 0.05
 
 
@@ -46,11 +46,11 @@ class Sample:
 
     wall: float     # until the device was done; on an `EventClock` the device's own time
     host: float     # until the call returned, which is `wall` on a CPU
-    cpu: float      # CPU time of this process, all threads: what other load disturbs least
+    cpu: float      # CPU time of this process, all threads; other load disturbs it least
 
 
 class Clock(Protocol):
-    """Takes samples. `warm_up`: how many to take and drop first."""
+    """Takes samples. `warm_up`: the number of samples to drop first."""
 
     @property
     def warm_up(self) -> int: ...
@@ -60,7 +60,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class HostClock:
-    """Time on the host, from an idle device to an idle device. Tests pass clocks of their own."""
+    """Time on the host, from an idle device to an idle device. Tests pass other clocks."""
 
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.process_time
@@ -132,7 +132,7 @@ def clock_for(device: torch.device, *, events: bool = False) -> Clock:
 
 
 def calls_for(run: Run, seconds: float, clock: Clock) -> int:
-    """How many calls make a sample of at least `seconds`: a power of two, found by doubling."""
+    """The number of calls in a sample of at least `seconds`: a power of two, by doubling."""
     calls = 1
     while clock.take(run, calls).wall * calls < seconds and calls < 1 << 20:
         calls *= 2

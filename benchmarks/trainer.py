@@ -62,7 +62,7 @@ class Trainer:
         drawn = workload.batches(BATCHES * variant.accumulation, generator)
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
         self.region = _region(way, device.type, variant.dtype)
-        # Fused, torch's fastest, so that the optimizer does not hide the differences.
+        # Fused, the fastest of torch's, so that the optimizer does not hide the differences.
         make = ampkit.optim.AdamW if way == OWN_OPTIMIZER else torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=workload.lr, fused=True)
         scaled = (variant.scaled or variant.dtype is torch.float16) and way != FP32
@@ -80,7 +80,7 @@ class Trainer:
             self.micro = self._captured(device)
 
     def step(self) -> None:
-        """One optimizer step over `accumulation` micro-batches. Syncs only where the scaler or AdamW does."""
+        """One optimizer step over `accumulation` micro-batches. Synchronizes only where the scaler or AdamW does."""
         count = self.variant.accumulation
         start = self.steps % BATCHES * count
         self.optimizer.zero_grad(set_to_none=self.variant.run != "graph")
@@ -138,7 +138,7 @@ class Trainer:
 
 
 def _region(way: str, device: str, dtype: torch.dtype) -> Region:
-    """What opens the region of a way."""
+    """The function that opens the region of a way."""
     if way == FP32:
         return contextlib.nullcontext
     if way == TORCH:

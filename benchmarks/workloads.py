@@ -1,4 +1,4 @@
-"""What is trained: a model at its real size, batches for it, its loss.
+"""The workloads of the training cases: a model, batches for it, its loss.
 
 The digits and the characters are real data, which ships with scikit-learn and Python. The others have random batches,
 drawn once and repeated: their loss falls because they overfit, which is enough to see that every way of training
@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and where its micro-batches come from."""
+    """A model, and the function that draws its micro-batches."""
 
     build: Callable[[], nn.Module]
     batches: Callable[[int, torch.Generator], list[Batch]]
