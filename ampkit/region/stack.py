@@ -1,8 +1,9 @@
-"""The open regions of a thread: a stack of entries, each of which records the state to restore.
+"""Enters and leaves regions: `push`, `pop`, and the stack of this thread's open regions with the state to restore.
 
-An entry writes torch's own autocast state (enabled, dtype, cache flag) as `torch.autocast` does, and puts a mode above
-it. What it changes is recorded first and restored as values, so leaving may be repeated: what an interrupt cut short,
-the next region that is entered or left completes.
+A region sets torch's own autocast state (enabled, dtype, cache flag) as `torch.autocast` does, and makes the dispatcher
+call an `AutocastMode`. An `Entry` reads all state that will change before `push` changes any, and restores it as
+values, so leaving may be repeated: when an interrupt cuts an enter or a leave short, the next region that is entered or
+left in the thread completes it.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _uncached_modes: dict[Any, AutocastMode] = {}
 
 
 BeginRules = Callable[["Entry"], None]
-"""Begins the module rules of an open region and sets the entry's `end_rules`. Passed in by `autocast`, because what it
-registers enters regions in turn."""
+"""`begin_module_rules` of `module_hooks`: begins the module rules of an open region and sets the entry's `end_rules`.
+`autocast` passes it to `push`, because `module_hooks` imports this module: its hooks enter regions too."""
 
 
 class RegionOrderError(RuntimeError):
@@ -58,11 +59,12 @@ class RegionOrderError(RuntimeError):
 
 
 class Entry:
-    """An open region: what entering it changes, and the state to restore."""
+    """An open region: what entering it sets, and the state to restore."""
 
     __slots__ = (
-        "active", "begin_rules", "cache", "cache_flag", "counted", "dtype", "enabled", "end_rules", "ended", "excluded",
-        "failed", "frame", "included", "key", "mark", "mode", "muted", "outer", "own_cache", "spec",
+        "active", "begin_rules", "cache", "counted", "end_rules", "ended", "failed", "frame", "key", "mode",
+        "muted_key", "old_cache_flag", "old_dtype", "old_enabled", "old_mark", "outer_mode", "own_cache", "spec",
+        "was_excluded", "was_included",
     )
 
     def __init__(
@@ -73,74 +75,84 @@ class Entry:
         frame: FrameType | None,
         recomputes: bool,
     ) -> None:
-        """Record the state; changes nothing."""
-        kind = spec.device_type
+        """Read the state to restore, and choose the cache and the mode. Changes no state."""
+        device_type = spec.device_type
         try:
-            outer = get_in_tls(TLS_NAME)
+            outer_mode = get_in_tls(TLS_NAME)
         except RuntimeError:        # the first region of the thread
-            outer = None
-        self.outer = outer = outer if outer is not None and outer.open else None
+            outer_mode = None
+        self.outer_mode = outer_mode = outer_mode if outer_mode is not None and outer_mode.open else None
         self.spec = spec
         self.frame = frame          # of the compiled graph that enters it; an exception may end that call
         self.ended = False          # to be left as soon as nothing is open inside it
         self.counted = False        # in torch's count of open regions
-        self.enabled = _is_enabled(kind)
-        self.dtype = _dtype_of(kind)
-        self.cache_flag = _cache_flag()
-        self.mark = thread.mark
-        capture = kind == "cuda" and is_capturing()
+        self.old_enabled = _is_enabled(device_type)
+        self.old_dtype = _dtype_of(device_type)
+        self.old_cache_flag = _cache_flag()
+        self.old_mark = thread.mark
+
+        # The cache: the user's, else the enclosing region's, else the thread's.
+        capture = device_type == "cuda" and is_capturing()
         cache: WeightCache | RegionCache | None = None if capture else spec.cache
+        # The user's cache if this is the outermost region that has it: it is entered and left with this region.
         self.own_cache = None if cache is None or any(entry.cache is cache for entry in stack) else spec.cache
         if cache is None:
             cache = stack[-1].cache if stack else thread.cache
             if cache is None or cache.in_capture != capture:
                 cache = _new_cache(capture)
         self.cache = cache
+
+        # The mode: the one that the cache had last, unless its policies, rules or record are others.
         mode = cache.latest
         if (
-            mode is None or outer is not None or mode.policy is not (spec.policy or NAMED_POLICIES["default", kind])
+            mode is None or outer_mode is not None
+            or mode.policy is not (spec.policy or NAMED_POLICIES["default", device_type])
             or mode.changes != register_changes() or mode.record is not None or records or not spec.cache_enabled
         ):
-            mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None)
+            mode = _mode(outer_mode, device_type, spec.policy, cache if spec.cache_enabled else None)
         self.mode = mode
+
         self.key = key = mode.key
-        self.included = is_included(key)
-        self.excluded = is_excluded(key)    # inside a disabled region, or inside an operator
-        # The enclosing region's key, where it is another one.
-        self.muted = None if outer is None or outer.key is key or is_excluded(outer.key) else outer.key
+        self.was_included = is_included(key)
+        self.was_excluded = is_excluded(key)    # inside a disabled region, or inside an operator
+        # The enclosing region's key, where it is another one and would cast too.
+        self.muted_key = None
+        if outer_mode is not None and outer_mode.key is not key and not is_excluded(outer_mode.key):
+            self.muted_key = outer_mode.key
         self.failed = False         # an exception ended the region, perhaps before it came to every module
-        self.end_rules: Callable[[bool], None] | None = None    # given `failed`; set by `begin_rules`
+        self.end_rules: Callable[[bool], None] | None = None    # called with `failed`; set by `begin_rules`
         active = spec.enabled or recomputes
-        has_rules = active and mode.has_module_rules and bool(dict(mode.policies)[kind].modules)
+        has_rules = active and mode.has_module_rules and bool(dict(mode.policies)[device_type].modules)
         self.begin_rules = begin_rules if has_rules else None
+        # Whether operators reach the mode: also where a region of another device type is open around a disabled one.
         self.active = active or (
-            mode.policy is None and any(_is_enabled(other) for other, _ in mode.policies if other != kind)
+            mode.policy is None and any(_is_enabled(other) for other, _ in mode.policies if other != device_type)
         )
 
     def leave(self, *, last: bool) -> None:
-        """Restore the state found on entry; `last`: no other entry is open in this thread. May be repeated."""
+        """Restore the state; `last`: no other region is open in this thread. May be repeated."""
         self.ended = True
         if self.end_rules is not None:
             self.end_rules(self.failed)
         if self.counted:
             self.counted = False
-            if _decrement() <= 0 or (last and not self.enabled):
+            if _decrement() <= 0 or (last and not self.old_enabled):
                 clear_torch_cache()
         spec, active = self.spec, self.active
-        _set_enabled(spec.device_type, self.enabled)
-        if spec.dtype is not self.dtype:
-            _set_dtype(spec.device_type, self.dtype)
-        if spec.cache_enabled is not self.cache_flag:
-            _set_cache_flag(self.cache_flag)
-        if active and not self.included:
+        _set_enabled(spec.device_type, self.old_enabled)
+        if spec.dtype is not self.old_dtype:
+            _set_dtype(spec.device_type, self.old_dtype)
+        if spec.cache_enabled is not self.old_cache_flag:
+            _set_cache_flag(self.old_cache_flag)
+        if active and not self.was_included:
             set_included(self.key, False)
-        if self.excluded is active:
-            set_excluded(self.key, self.excluded)
-        if self.muted is not None:
-            set_excluded(self.muted, False)
-        if self.mark is not (self.mode.mark if active else ()):
-            policy_mark.write(self.mark)
-        put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy or self.mode.closed())
+        if self.was_excluded is active:
+            set_excluded(self.key, self.was_excluded)
+        if self.muted_key is not None:
+            set_excluded(self.muted_key, False)
+        if self.old_mark is not (self.mode.mark if active else ()):
+            policy_mark.write(self.old_mark)
+        put_in_tls(TLS_NAME, self.outer_mode or self.mode.closed_copy or self.mode.closed())
         if self.own_cache is not None:
             self.own_cache.leave()
         elif last and spec.cache is None:
@@ -148,28 +160,29 @@ class Entry:
 
 
 def _new_cache(capture: bool) -> RegionCache:
-    """The cache of an outermost region that was given none: the thread's, or one for a CUDA graph being captured."""
-    fresh = RegionCache()
-    fresh.in_capture = capture
-    if not capture:
-        thread.cache = thread.cache or fresh
-        return thread.cache
-    return fresh
+    """A cache for a region without a user's: the thread's, or one of its own while a CUDA graph is captured."""
+    if capture:
+        cache = RegionCache()
+        cache.in_capture = True
+        return cache
+    thread.cache = thread.cache or RegionCache()
+    return thread.cache
 
 
 def _mode(
-    outer: AutocastMode | None,
+    outer_mode: AutocastMode | None,
     device_type: str,
     policy: Policy | None,
     cache: WeightCache | RegionCache | None,
 ) -> AutocastMode:
-    """The mode of a region: its policy for its device type, the enclosing mode's for the others.
+    """The mode of a region: its policy for its device type, the enclosing mode's policies for the other types.
 
-    Made once for a cache and its policies, and again after `register_op` has changed the rules.
+    One is made for each cache and set of policies, and made again after `register_op` has changed the rules.
     """
-    every = {} if outer is None else dict(outer.policies)
-    every[device_type] = policy or every.get(device_type) or NAMED_POLICIES["default", device_type]
-    policies = tuple(every.items())
+    by_device_type = {} if outer_mode is None else dict(outer_mode.policies)
+    policy = policy or by_device_type.get(device_type) or NAMED_POLICIES["default", device_type]
+    by_device_type[device_type] = policy
+    policies = tuple(by_device_type.items())
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)
     record = records[-1] if records else None
@@ -180,7 +193,7 @@ def _mode(
             modes.clear()
         mode = modes[policies] = new_mode(policies, cache)
     if mode.policy is not None:
-        mode.policy = every[device_type]    # may be another object than the equal one that it was made for
+        mode.policy = policy    # may be another object than the equal one that the mode was made for
     if cache is not None:
         cache.latest = mode
     return mode
@@ -193,10 +206,18 @@ def push(
     *,
     recomputes: bool = False,
 ) -> None:
-    """Enter a region. `begin_rules` is called last if the region's policy has module rules; see `module_hooks`.
+    """Enter a region: make its entry, then set the state. Leaves it again if an exception ends this call.
 
-    `frame` is that of the compiled graph that enters it, if one does. `recomputes`: operators reach the region though
-    autocast is off, because torch's checkpoint turns it on afterwards where it was on in the forward.
+    Called by `autocast.__enter__`, by the hooks of modules with a rule, by graphs (`traced.enter_region`) and by
+    recomputes of checkpoints.
+
+    Args:
+        spec: the region.
+        begin_rules: called last if the region's policy has rules for modules; None: the region's modules follow the
+            rules of the region around it.
+        frame: the frame of the compiled graph that enters the region, if one does.
+        recomputes: operators reach the region even if autocast is off in it, because torch's checkpoint turns autocast
+            on afterwards where it was on in the forward.
     """
     stack = thread.regions
     if stack:
@@ -210,18 +231,18 @@ def push(
             entry.own_cache.enter()
         put_in_tls(TLS_NAME, entry.mode)
         mark = entry.mode.mark if active else ()
-        if mark is not entry.mark:
+        if mark is not entry.old_mark:
             policy_mark.write(mark)
-        if active and not entry.included:
+        if active and not entry.was_included:
             set_included(entry.key, True)
-        if entry.excluded is active:
+        if entry.was_excluded is active:
             set_excluded(entry.key, not active)
-        if entry.muted is not None:
-            set_excluded(entry.muted, True)
+        if entry.muted_key is not None:
+            set_excluded(entry.muted_key, True)
         _set_enabled(spec.device_type, spec.enabled)
-        if spec.dtype is not entry.dtype:
+        if spec.dtype is not entry.old_dtype:
             _set_dtype(spec.device_type, spec.dtype)
-        if spec.cache_enabled is not entry.cache_flag:
+        if spec.cache_enabled is not entry.old_cache_flag:
             _set_cache_flag(spec.cache_enabled)
         entry.counted = True
         _increment()
@@ -233,15 +254,20 @@ def push(
 
 
 def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
-    """Leave a region and those of modules inside it; `exc_type` is that of the exception that ends it.
+    """Leave a region, and the regions of modules inside it.
 
-    An exception may come from a signal handler and have cut the exit of regions inside short, so it ends those too and
-    nothing is raised beside it. `GeneratorExit` and `CancelledError` come from none: they end generators and tasks,
-    inside whose regions others may have opened theirs. Raises `RegionOrderError` for a region that is not open, or not
-    the innermost.
+    Args:
+        spec: the region, the object that `push` got.
+        exc_type: the type of the exception that ends the region. An exception also ends all regions inside, and then
+            this function raises nothing: a signal handler may have raised it while one of those was being left.
+            `GeneratorExit` and `CancelledError` do not come from signal handlers. They end generators and tasks, while
+            regions that other code opened may be inside.
+
+    Raises:
+        RegionOrderError: the region is not open, or not the innermost.
     """
     stack = thread.regions
-    if stack and stack[-1].spec is spec and not stack[-1].ended:
+    if stack and stack[-1].spec is spec and not stack[-1].ended:        # the usual case
         entry = stack[-1]
         entry.failed = exc_type is not None
         entry.leave(last=len(stack) == 1)
@@ -251,7 +277,7 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
             leave_ended(stack)
         return
     leave_ended(stack)
-    depth = len(stack) - 1
+    depth = len(stack) - 1      # of the region, -1 if it is not open
     while depth >= 0 and (stack[depth].spec is not spec or stack[depth].ended):
         depth -= 1
     if exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):
@@ -265,12 +291,12 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
 
 
 def leave_down_to(stack: list[Entry], depth: int) -> None:
-    """Leave the innermost regions of this thread until `depth` are open, then those that have ended."""
+    """Leave the innermost regions until `depth` are open, and those below them that have ended."""
     while len(stack) > depth or (stack and stack[-1].ended):
         entry = stack[-1]
         try:
             entry.leave(last=len(stack) == 1)
-        except BaseException:       # an interrupt, or an error of the hooks: restore the rest
+        except BaseException:       # an interrupt, or a warning of module rules as an error: restore the rest
             entry.leave(last=len(stack) == 1)
             raise
         if stack and stack[-1] is entry:
@@ -278,18 +304,19 @@ def leave_down_to(stack: list[Entry], depth: int) -> None:
 
 
 def leave_ended(stack: list[Entry]) -> None:
-    """Leave the innermost regions that have ended, or whose compiled graph an exception has ended."""
+    """Leave the innermost regions that have ended, or that an exception has ended with the graph that entered them."""
     while stack:
         frame = stack[-1].frame
+        # While Dynamo traces, such a region stays: a trace must leave the thread's state as it was.
         if not stack[-1].ended and (frame is None or frame_on_stack(frame) or tracer() is not None):
-            return      # a trace must leave the thread's state as it was
+            return
         leave_down_to(stack, len(stack) - 1)
 
 
 def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for a checkpoint's recompute in backward, under the policies that are active here, if any are.
+    """Wrap `function`, which a checkpoint recomputes in backward, to run under the policies that are active now.
 
-    torch's checkpoint restores the enabled flags and dtypes itself.
+    `torch_internals.checkpoint` calls this in the forward. torch's checkpoint restores enabled flags and dtypes itself.
     """
     mode = current()
     if mode is None:
@@ -302,10 +329,9 @@ def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
         stack = thread.regions
         depth = len(stack)
         try:
-            for kind, policy in policies:
-                spec = RegionSpec(
-                    kind, _dtype_of(kind), _is_enabled(kind), cached, policy, of_module=of_module
-                )
+            for device_type, policy in policies:
+                dtype, enabled = _dtype_of(device_type), _is_enabled(device_type)
+                spec = RegionSpec(device_type, dtype, enabled, cached, policy, of_module=of_module)
                 push(spec, begin_rules, recomputes=True)
             return function(*args, **kwargs)
         finally:
@@ -317,8 +343,8 @@ def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _out_of_order(spec: RegionSpec, innermost: RegionSpec | None) -> str:
     if innermost is None:
         return (
-            f"{spec} is being left in a thread that never entered it, or left twice; enter and leave a region in "
-            "one thread, by `with` or as a decorator"
+            f"{spec} is being left in a thread that never entered it, or left twice; enter and leave a region in one "
+            "thread, once each, with `with` or as a decorator"
         )
     return (
         f"{spec} is being left while {innermost}, entered after it, is still open, and stays open until that one is "
