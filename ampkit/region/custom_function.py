@@ -105,7 +105,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             with autocast.of(state._replace(cache_enabled=torch.is_autocast_cache_enabled())):
                 return bwd(*args, **kwargs)
         enabled, dtype, rules = state       # of a forward in the same trace
-        traced.enter(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
+        traced.enter_by_constants(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
         try:
             return bwd(*args, **kwargs)
         finally:

@@ -1,10 +1,10 @@
-"""Module rules in a region: the forward of a module that `Policy.for_modules` bound runs in a region of its own.
+"""Rules for modules: while a region with such rules is open, each bound module's forward runs in a region of its own.
 
-One pair of global module hooks, present while a region whose policy has module rules is open, looks every module that
-runs up among those that the policy bound. Hooks on the bound modules alone would be fewer calls, and wrong under
-`torch.compile`: Dynamo does not guard on a module's hooks, so what it has compiled for a module without hooks would run
-for a bound one of the same class as well. These hooks make it guard on the modules. They leave nothing behind that
-copies and pickles of a model would take along; `torch_internals.modules` has how they get keyword arguments.
+One pair of global module hooks looks up every module that runs. torch calls the hooks while any region whose policy has
+module rules is open. Hooks on the bound modules alone would be fewer calls, and wrong under `torch.compile`: Dynamo
+does not guard on a module's own hooks, so code compiled for a module without hooks would run for a bound module of the
+same class. Global hooks make Dynamo guard on the modules, and copies and pickles of a model do not contain them.
+`torch_internals.modules` says how the hooks get keyword arguments.
 
 Under Dynamo the same hooks are traced; `traced` has what they do there.
 """
@@ -28,29 +28,29 @@ from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import EAGER, put_hooks, take_hooks
 from ampkit.user_code import warn_user
 
-_MOST = 1024
+_MAX_WARNED = 1024
 _lock = renewed_lock(__name__, "_lock")     # reentrant: a signal handler may open such a region too
 _open: weakref.WeakSet[_ModuleLookup] = weakref.WeakSet()     # of all threads; freed with their thread
-_warned: set[ModuleRules] = set()           # by value: a policy may be made again in every step
+_warned: set[ModuleRules] = set()           # compared by value: a policy may be made again in every step
 
 
 def begin_module_rules(entry: Entry) -> None:
-    """Have modules that this thread calls looked up while the region is open. For `stack.push`."""
+    """Look up the modules that this thread calls while the region is open. `stack.push` calls this."""
     lookup = _ModuleLookup(entry)
     entry.end_rules = lookup.end
     lookup.begin()
 
 
 class _ModuleLookup:
-    """What an open region whose policy has module rules has seen of modules, from `begin` to `end`."""
+    """Which modules ran in an open region whose policy has module rules, from `begin` to `end`."""
 
     def __init__(self, entry: Entry) -> None:
         self.rules = dict(entry.mode.policies)[entry.spec.device_type].modules
         self.depth = len(thread.modules)
         self.outer: _ModuleLookup | None = thread.module_lookup
-        self.called_a_model = False     # any module that has modules
-        self.called_another = False     # one of the class of a bound model, neither bound nor a copy
-        self.ran = False                # a bound module
+        self.ran_a_model = False        # any module that has modules
+        self.ran_another = False        # a model of the class of a bound one, neither bound nor a copy
+        self.ran_bound = False          # a bound module
 
     def begin(self) -> None:
         """Register the hooks."""
@@ -60,30 +60,30 @@ class _ModuleLookup:
             _place_hooks()
 
     def end(self, failed: bool) -> None:
-        """Remove the hooks, and warn if the rules had no effect, unless an exception ended the region.
+        """Remove the hooks if no other region needs them, and warn if the rules had no effect, unless `failed`.
 
         Also completes a `begin` or `end` that was cut short.
         """
-        del thread.modules[self.depth :]    # an interrupt has ended them: their hooks did not run
+        del thread.modules[self.depth :]    # an interrupt has ended these modules: `after_forward` did not run
         thread.module_lookup = self.outer
         _open.discard(self)
         _place_hooks()
         if self.outer is not None and self.outer.rules == self.rules:
-            self.outer.called_a_model |= self.called_a_model
-            self.outer.called_another |= self.called_another
-            self.outer.ran |= self.ran
-        elif (self.called_a_model or self.ran) and not failed:
+            self.outer.ran_a_model |= self.ran_a_model
+            self.outer.ran_another |= self.ran_another
+            self.outer.ran_bound |= self.ran_bound
+        elif (self.ran_a_model or self.ran_bound) and not failed:
             self._report()
 
     def _report(self) -> None:
-        """Warn, once for these rules, where they had no effect on what this region ran."""
+        """Warn, once for these rules, if no bound module ran in this region or if a rule has lost all its modules."""
         first = not self.rules.ran
-        self.rules.ran |= self.ran
-        if not self.ran:
-            if first or self.called_another or self.rules.are_gone():
+        self.rules.ran |= self.ran_bound
+        if not self.ran_bound:
+            if first or self.ran_another or self.rules.are_gone():
                 _warn(self.rules, self.rules.check(), (
-                    "none of the modules that this policy's rules bind ({}) ran in this region: the rules have no "
-                    "effect on what did"
+                    "none of the modules that this policy's rules bind ({}) ran in this region, so the rules had no "
+                    "effect"
                 ))
         elif first:
             lost = self.rules.lost()
@@ -95,63 +95,65 @@ def _place_hooks() -> None:
     """Register the global hooks if a region of any thread needs them, else remove them."""
     with _lock:
         if any(_open):      # `len` may still count one that was just freed
-            put_hooks(EAGER, before, after, always=True)
+            put_hooks(EAGER, before_forward, after_forward, always=True)
         else:
             take_hooks(EAGER, always=True)
 
 
-def _warn(rules: ModuleRules, found: Iterable[BoundRule], what: str) -> None:
+def _warn(rules: ModuleRules, reported: Iterable[BoundRule], problem: str) -> None:
+    """Warn once about these rules; the keys of `reported` are put into `problem`."""
     if rules in _warned:
         return
-    if len(_warned) >= _MOST:
+    if len(_warned) >= _MAX_WARNED:
         _warned.clear()
     _warned.add(rules)      # first: where warnings are errors, leaving the region is completed by a second call
     warn_user(
-        f"{what.format(', '.join(rule.key for rule in found))}. Bind the model that runs, after whatever replaces its "
-        "modules: policy.for_modules(model, {...}); policy.check() says which modules are gone",
+        f"{problem.format(', '.join(rule.key for rule in reported))}. Bind the model that runs, and bind it after its "
+        "modules are replaced: policy.for_modules(model, {...}); policy.check() lists modules that are gone",
         ("torch.", "contextlib"),
     )
 
 
 @dynamo_skip
-def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    """Global forward pre-hook: enters the regions that the module's rules ask for, and casts a float32 module's inputs.
+def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """Global forward pre-hook: enter the regions that the module's rules ask for, and cast a float32 module's inputs.
 
-    torch gives keyword arguments for bound modules alone, and takes them back beside the others.
+    torch passes keyword arguments for bound modules only, and expects them back beside the positional ones.
     """
     if tracing():
-        return traced.before_in_trace(module, args, kwargs)
-    hooks = thread.module_lookup
-    if hooks is None:       # another thread's region needs the hooks
+        return traced.before_forward_in_trace(module, args, kwargs)
+    lookup = thread.module_lookup
+    if lookup is None:      # the hooks are there for another thread's region
         return None
     if module._modules:
-        hooks.called_a_model = True
-        hooks.called_another |= hooks.rules.is_another_model(module)
-    found = list(rules_of(module))
-    if not found and not any(called is module for called, _ in thread.modules):
-        return None         # an entry without regions where the module calls itself: `after` ends a call by its module
-    thread.modules.append((module, len(thread.regions)))    # first: if what follows raises, `after` runs
-    for policy, value in found:
-        hooks.ran = True
+        lookup.ran_a_model = True
+        lookup.ran_another |= lookup.rules.is_another_model(module)
+    rules = list(rules_of(module))
+    # A call of a module by itself is noted without regions, so that `after_forward` pairs each call with its end.
+    if not rules and not any(running is module for running, _ in thread.modules):
+        return None
+    thread.modules.append((module, len(thread.regions)))    # first: `after_forward` runs if the rest of this raises
+    for policy, precision in rules:
+        lookup.ran_bound = True
         if is_active(policy.device_type):
-            push(region_for(policy, value))
-            if value is torch.float32:
+            push(region_for(policy, precision))
+            if precision is torch.float32:
                 args, kwargs = cast_inputs(args, kwargs, policy.device_type)
     return args if kwargs is None else (args, kwargs)
 
 
 @dynamo_skip
-def after(module: Module, args: Any, output: Any) -> None:
-    """Global forward hook, also called when the forward raises: leaves the regions that `before` entered."""
+def after_forward(module: Module, args: Any, output: Any) -> None:
+    """Global forward hook, also called when the forward raises: leave the regions that `before_forward` entered."""
     if tracing():
-        traced.after_in_trace(module)
+        traced.after_forward_in_trace(module)
         return
     calls = thread.modules
-    if not any(called is module for called, _ in calls):
+    if not any(running is module for running, _ in calls):
         return
     while calls:
-        called, depth = calls[-1]       # or a module inside it, which ended without running hooks
+        running, depth = calls[-1]      # this call, or one inside it that ended without running hooks
         leave_down_to(thread.regions, depth)
         del calls[-1]
-        if called is module:
+        if running is module:
             return

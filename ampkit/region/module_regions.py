@@ -1,6 +1,7 @@
-"""The region that a module rule asks for: which rules bind a module, whether they apply, what they make of its inputs.
+"""What a rule for a module means: the region around its forward and the casts of its inputs, eager and traced.
 
-A rule of float32 casts the module's 16-bit inputs and turns autocast off; any other is a region inside the region.
+A float32 rule casts the module's 16-bit inputs and disables autocast; any other rule opens a region inside the region.
+`module_hooks` and `traced` use these functions.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ __all__ = ["cast_inputs", "is_active", "region_for", "rules_of"]
 
 
 def rules_of(module: Module) -> Iterator[tuple[Policy, Any]]:
-    """The policies here that bind a module, and what they say of it."""
+    """Yield each policy of the open region that binds a module, and the precision (a dtype or a policy) it asks for."""
     mode = current()
-    for _, policy in () if mode is None else mode.policies:
-        value = policy.modules.find(module) if policy.modules else None
-        if value is not None:
-            yield policy, value
+    if mode is None:
+        return
+    for _, policy in mode.policies:
+        precision = policy.modules.find(module) if policy.modules else None
+        if precision is not None:
+            yield policy, precision
 
 
 def is_active(device_type: str) -> bool:
-    """Whether module rules apply here: autocast is on, or the module around is one that a rule keeps in float32."""
+    """Whether module rules apply: autocast is on, or a rule keeps the module around this one in float32."""
     if torch.is_autocast_enabled(device_type):
         return True
     spec = thread.regions[-1].spec if thread.regions else None
@@ -39,19 +42,19 @@ def is_active(device_type: str) -> bool:
 
 
 def cast_inputs(args: Any, kwargs: Any, device_type: str) -> tuple[Any, Any]:
-    """Arguments with the 16-bit tensors of a device, in any nesting of containers, cast to float32."""
+    """Cast the 16-bit tensors of a device, in any nesting of containers, to float32."""
 
-    def cast(tensor: Tensor) -> Tensor:
-        low = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
-        return tensor.float() if low and tensor.device.type == device_type else tensor
+    def to_float32(tensor: Tensor) -> Tensor:
+        is_16_bit = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
+        return tensor.float() if is_16_bit and tensor.device.type == device_type else tensor
 
-    return map_tensors(args, cast), map_tensors(kwargs, cast)
+    return map_tensors(args, to_float32), map_tensors(kwargs, to_float32)
 
 
-def region_for(policy: Policy, value: Any) -> RegionSpec:
+def region_for(policy: Policy, precision: Any) -> RegionSpec:
     """The region that a rule asks for: another policy, float32 without autocast, or a dtype under the same policy."""
-    if isinstance(value, Policy):
-        return checked_spec(policy.device_type, policy=policy.inside(value), of_module=True)
-    if value is torch.float32:
+    if isinstance(precision, Policy):
+        return checked_spec(policy.device_type, policy=policy.inside(precision), of_module=True)
+    if precision is torch.float32:
         return checked_spec(policy.device_type, None, False, policy=policy, of_module=True)
-    return checked_spec(policy.device_type, value, policy=policy, of_module=True)
+    return checked_spec(policy.device_type, precision, policy=policy, of_module=True)

@@ -248,8 +248,8 @@ def test_rules_without_effect_are_reported_once_where_the_region_is_left():
     assert warning.filename == __file__
     assert str(warning.message) == (
         "none of the modules that this policy's rules bind ('head', 'class torch.nn.modules.normalization:LayerNorm') "
-        "ran in this region: the rules have no effect on what did. Bind the model that runs, after whatever replaces "
-        "its modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
+        "ran in this region, so the rules had no effect. Bind the model that runs, and bind it after its modules are "
+        "replaced: policy.for_modules(model, {...}); policy.check() lists modules that are gone"
     )
     with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):    # the same rules
         other(X)
