@@ -22,7 +22,7 @@ from ampkit.policy.op_table import TORCH, Rule
 from ampkit.policy.policy import register_op
 from ampkit.region.autocast import autocast
 from ampkit.region.custom_function import cast_eligible
-from ampkit.region.decorate import in_pieces, in_place_of
+from ampkit.region.decorate import runner_for, wrapper_for
 from ampkit.torch_internals.operators import OpOverload, OpOverloadPacket
 
 P = ParamSpec("P")
@@ -178,7 +178,7 @@ def _casting(fn: Callable[P, R], rule: Rule, name: str) -> Callable[P, R]:
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"{name} takes a function, got {fn!r}; decorate a module's forward, not its class")
     function: Callable[..., Any] = fn
-    run = in_pieces(fn) if rule is Rule.FLOAT32 else None
+    run = runner_for(fn) if rule is Rule.FLOAT32 else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         device_types = _enabled()
@@ -191,7 +191,7 @@ def _casting(fn: Callable[P, R], rule: Rule, name: str) -> Callable[P, R]:
             return run(_Disabled(), function(*args, **kwargs))
         return _disabled(device_types, function, args, kwargs)
 
-    decorated = in_place_of(fn, call) if rule is Rule.FLOAT32 else functools.wraps(fn)(call)
+    decorated = wrapper_for(fn, call) if rule is Rule.FLOAT32 else functools.wraps(fn)(call)
     decorated._ampkit_casts = name  # type: ignore[attr-defined]
     return decorated
 

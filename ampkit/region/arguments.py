@@ -1,6 +1,6 @@
-"""The arguments of a region, checked, and the description of a region that comes of them.
+"""Checks the arguments of `autocast` and makes the immutable description of a region, `RegionSpec`.
 
-Messages and warnings follow torch's where torch has them.
+Errors and warnings are of the types that torch's autocast has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ampkit.user_code import warn_user
 
 
 class RegionSpec(NamedTuple):
-    """A region that can be entered, any number of times. Known by identity: each `autocast` has one of its own."""
+    """A region that can be entered any number of times. Compared by identity: each `autocast` object has its own."""
 
     device_type: str                    # as torch's autocast calls it
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class RegionSpec(NamedTuple):
     cache_enabled: bool
     policy: Policy | None = None        # None: the enclosing region's, else the default
     cache: WeightCache | None = None    # one that outlives the region
-    device: str | None = None           # as the user wrote it, if different: "cuda:0"
+    device: str | None = None           # as the user wrote it: "cuda:0"
     of_module: bool = False             # entered by a rule of `Policy.for_modules`, around one module
 
     def __str__(self) -> str:
@@ -38,17 +38,19 @@ class RegionSpec(NamedTuple):
         return f"autocast({self.device or self.device_type!r}, {self.dtype}, enabled={self.enabled}{more})"
 
 
-# Device types that need no parsing. Asked of torch once, since every region names one.
+# Device types that need no parsing. torch is asked once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
-_PASSING = ("torch.", "contextlib", "functools")     # between the user's line and this module
+_PASSING = ("torch.", "contextlib", "functools")     # modules between the user's line and this one
 _warned: set[str] = set()       # names of devices
-_spec = functools.partial(tuple.__new__, RegionSpec)     # half the time of RegionSpec(...)
+# Makes a `RegionSpec` of one tuple of all its fields. `RegionSpec(...)` calls a Python function, `__new__`, and takes
+# 0.55 us in place of 0.3, at each call of a module with a rule.
+_new_spec = functools.partial(tuple.__new__, RegionSpec)
 
 
 class _NamedPolicies(dict[tuple[str, str], Policy]):
-    """Policies by name. One object each: a region recognises its last mode by the policy's identity.
+    """Policies by name and device type, one object each: a region compares the policy of its last mode by identity.
 
-    Filled as they are asked for, since the backend `privateuseone` may be renamed at any time.
+    Made when first looked up, since the backend `privateuseone` may be renamed at any time.
     """
 
     def __missing__(self, name: tuple[str, str]) -> Policy:
@@ -61,8 +63,8 @@ NAMED_POLICIES = _NamedPolicies()
 def autocast_device_type(device_type: Any) -> str:
     """The device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses.
 
-    None is the current accelerator, else CPU. Raises `ValueError` for what is no string, `RuntimeError` for a device
-    without autocast.
+    None is the current accelerator, else CPU. Raises `ValueError` if `device_type` is not a string, `RuntimeError` if
+    the device has no autocast.
     """
     if device_type is None:
         device_type = current_device_type()
@@ -77,8 +79,8 @@ def autocast_device_type(device_type: Any) -> str:
         kind = torch.device(device_type).type
     except RuntimeError:
         raise RuntimeError(
-            f"device_type is {short(device_type)}, no device string of torch; expected one such as 'cuda', 'cuda:0' or "
-            f"'cpu'{_hint(as_dtype(device_type))}"
+            f"device_type is {short(device_type)}, which is not a device string; expected one such as 'cuda', 'cuda:0' "
+            f"or 'cpu'{_hint(as_dtype(device_type))}"
         ) from None
     if not _has_autocast(kind):
         raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda'")
@@ -86,17 +88,17 @@ def autocast_device_type(device_type: Any) -> str:
 
 
 def _hint(device_type: Any) -> str:
-    """What to write for a value that is an argument of another kind."""
+    """The end of an error message for a `device_type` that is a value for another argument: what to write instead."""
     if isinstance(device_type, bool):
-        return ". enabled= goes by keyword: autocast('cuda', enabled=False)"
+        return ". Pass enabled by keyword: autocast('cuda', enabled=False)"
     if isinstance(device_type, torch.dtype):
-        return f". The dtype comes second: autocast('cuda', {device_type})"
+        return f". The dtype is the second argument: autocast('cuda', {device_type})"
     if isinstance(device_type, torch.device):
-        return f". Of a torch.device, its type: {device_type.type!r}"
+        return f". Pass the type of a torch.device: {device_type.type!r}"
     if isinstance(device_type, Policy):
-        return f". The policy goes by keyword: autocast({device_type.device_type!r}, policy=policy)"
+        return f". Pass the policy by keyword: autocast({device_type.device_type!r}, policy=policy)"
     if callable(device_type):
-        return ". As a decorator, with arguments first: @autocast('cuda')"
+        return ". A decorator needs its arguments: @autocast('cuda')"
     return ""
 
 
@@ -115,9 +117,9 @@ def checked_spec(
     *,
     of_module: bool = False,
 ) -> RegionSpec:
-    """The region that the arguments of `autocast` describe; None means what the enclosing region has.
+    """The region that the arguments of `autocast` describe; for None the enclosing region's settings apply.
 
-    Disables the region and warns, at the line of the caller's caller, if its device or dtype is not available.
+    If device or dtype are not available, the region is disabled, with a warning at the line of the caller's caller.
     """
     device = device_type if device_type is not None else current_device_type()
     kind = device if type(device) is str and device in _KINDS else autocast_device_type(device)
@@ -138,13 +140,13 @@ def checked_spec(
     if cache is not None and not isinstance(cache, WeightCache):
         raise TypeError(
             f"cache is {short(cache)}; expected a WeightCache, such as cache=WeightCache(), made once for all regions. "
-            "Whether a region keeps casts of its own is cache_enabled="
+            "To enable or disable the cache of the region itself, use cache_enabled="
         )
-    return _spec((kind, dtype, enabled, cache_enabled, policy, cache, device, of_module))
+    return _new_spec((kind, dtype, enabled, cache_enabled, policy, cache, device, of_module))
 
 
 def _named_dtype(name: Any) -> torch.dtype:
-    """The dtype of this name; raises for any other."""
+    """The dtype of this name. Raises `ValueError` for another name, `TypeError` for anything else."""
     dtype = as_dtype(name)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -171,11 +173,11 @@ def named_policy(policy: Any, kind: str) -> Policy:
 
 def _rules_hint(policy: Any, kind: str) -> str:
     is_rules = isinstance(policy, Mapping | Rule)
-    return f". Rules go into one: Policy.default({kind!r}).with_rules({{operator: rule}})" if is_rules else ""
+    return f". A policy is made of rules by Policy.default({kind!r}).with_rules({{operator: rule}})" if is_rules else ""
 
 
 def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
-    """Whether a region is available for the device and dtype; warns as torch does if not."""
+    """Whether autocast is available for the device and dtype. Warns if not, as torch does."""
     if kind == "cuda" and ":" not in device:
         if torch.cuda.amp.common.amp_definitely_not_available():
             warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=4)
@@ -193,11 +195,11 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         )
         if dtype.is_floating_point and dtype.itemsize == 1:
             instead = (
-                "FP8 is for operators, in a region of 16 bits: "
+                "Select FP8 for operators by rules, in a 16-bit region: "
                 f"autocast({kind!r}, policy=Policy.default({kind!r}).with_rules({{'aten::linear': 'float8_rowwise'}}))."
             )
         warnings.warn(
-            f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {dtype}: it is disabled. {instead}",
+            f"autocast for {kind} supports {' or '.join(map(str, supported))}, not {dtype}: it is disabled. {instead}",
             stacklevel=4,
         )
         return False
@@ -205,7 +207,7 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
 
 
 def emulates_bfloat16() -> bool:
-    """Whether the current CUDA device computes bfloat16 by emulation, as a V100 or T4 does: correct and very slow."""
+    """Whether the current CUDA device emulates bfloat16, as a V100 or T4 does: correct and very slow."""
     return (
         torch.cuda.is_available()
         and torch.cuda.is_bf16_supported()
@@ -221,18 +223,19 @@ def _check_bfloat16() -> None:
     if name not in _warned:
         _warned.add(name)
         warn_user(
-            f"{name} has no bfloat16 and emulates it, which is several times slower than float32. Use "
-            "autocast('cuda', torch.float16) with a GradScaler",
+            f"{name} emulates bfloat16, which is several times slower than float32; use autocast('cuda', "
+            "torch.float16) with a GradScaler",
             _PASSING,
         )
 
 
 def _supported_by_backend() -> Sequence[torch.dtype]:
+    """The dtypes that the autocast of the backend `privateuseone` supports."""
     name = privateuse1_name()
     module = getattr(torch, name, None)
     if module is None or not hasattr(module, "get_amp_supported_dtype"):
         raise RuntimeError(
-            f"the backend {name!r} has not registered which dtypes its autocast takes: it must register a module with "
-            "torch._register_device_module that has get_amp_supported_dtype()"
+            f"the backend {name!r} has not registered the dtypes that its autocast supports: it must register a module "
+            "that has get_amp_supported_dtype() with torch._register_device_module"
         )
     return module.get_amp_supported_dtype()

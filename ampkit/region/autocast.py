@@ -1,8 +1,8 @@
-"""autocast: the region in which operators run in the precision their policy says.
+"""`autocast`, the region that users enter: a context manager and a decorator.
 
 An `autocast` object holds a checked description and nothing else, so one object may be entered again while it is open,
-and a decorated function may recurse. `stack` changes and restores the state; `module_hooks` has the rules for modules,
-and what Dynamo traces in place of both.
+and a decorated function may recurse. `stack` changes and restores the state, and `module_hooks` applies rules for
+modules; while Dynamo traces, `traced` does both.
 """
 
 from __future__ import annotations
@@ -30,33 +30,35 @@ R = TypeVar("R")
 
 
 class autocast:
-    """Region of automatic mixed precision; takes the place of `torch.autocast`.
+    """Region of automatic mixed precision, in place of `torch.autocast`.
 
     Use it as a context manager, or as a decorator of a function, method, generator or coroutine::
 
         with autocast("cuda"):
             loss = loss_fn(model(x), y)
 
-    Inside, matrix products, convolutions and the like take `dtype` inputs; softmax, norms and losses float32 ones;
-    operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does and why.
-    A function decorated with `ampkit.amp.float_function` computes in float32 inside, 16-bit arguments too.
+    Inside, the inputs of matrix products and convolutions are cast to `dtype`; softmax, norms and losses compute in
+    float32; operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does,
+    and why. A function decorated with `ampkit.amp.float_function` computes in float32 inside.
 
-    Warns and disables itself, as torch does, if the device or the dtype is not available. Entering and leaving never
-    sync.
+    If the device or the dtype is not available, the region warns and is disabled, as in torch. Making, entering and
+    leaving a region never synchronize with the device.
 
     Args:
-        device_type: a device type or a string like `"cuda:0"`; None is the current accelerator, else `"cpu"`.
-        dtype: a dtype or its name; None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
+        device_type: a device type or a string like `"cuda:0"`; None: the current accelerator, else `"cpu"`.
+        dtype: the dtype, or its name, of operators in low precision; None: the enclosing region's, else float16 on
+            accelerators and bfloat16 on CPU.
         enabled: False makes a disabled region, in which nothing is cast.
-        cache_enabled: whether the cast of a weight is kept until the outermost region is left; None is the enclosing
-            region's choice, else True.
-        policy: a policy for the device type, "torch" or "default"; None is the enclosing region's for this device,
-            else the default.
-        cache: a `WeightCache` that outlives the region.
+        cache_enabled: whether the cast of a weight is kept until the outermost region is left; None: as in the
+            enclosing region, else True.
+        policy: a policy for the device type, "torch" or "default"; None: the enclosing region's policy for this device
+            type, else the default policy.
+        cache: a `WeightCache`, whose casts outlive the region; None: the enclosing region's cache, else one that is
+            emptied when the outermost region is left.
 
     Raises:
-        TypeError, ValueError: an argument of a wrong type, or an unknown name.
-        RuntimeError: a device that has no autocast or no bfloat16; on leaving, an inner region that is still open.
+        TypeError, ValueError: an argument has a wrong type, or a name is unknown.
+        RuntimeError: the device has no autocast or no bfloat16; on leaving, an inner region is still open.
     """
 
     spec: RegionSpec
@@ -77,24 +79,24 @@ class autocast:
         self.spec = checked_spec(device_type, dtype, enabled, cache_enabled, policy, cache)
 
     @classmethod
-    def of(cls, spec: RegionSpec) -> autocast:
-        """The region of a checked spec."""
+    def _of(cls, spec: RegionSpec) -> autocast:
+        """The region of a checked spec, without checking it again."""
         region = cls.__new__(cls)
         region.spec = spec
         return region
 
     @property
     def device(self) -> str:
-        """The device as it was given."""
+        """The device, as the user wrote it."""
         return self.spec.device or self.spec.device_type
 
     @property
     def fast_dtype(self) -> torch.dtype:
-        """The dtype that operators which run in low precision are cast to."""
+        """The dtype that operators in low precision compute in."""
         return self.spec.dtype
 
     @property
-    def _enabled(self) -> bool:         # torch's names
+    def _enabled(self) -> bool:         # these two names are torch's: libraries read them
         return self.spec.enabled
 
     @property
@@ -113,7 +115,7 @@ class autocast:
             depth = len(stack)
             try:
                 push(self.spec, begin_module_rules)
-            except BaseException:       # of a signal handler, as `push` returns
+            except BaseException:       # raised by a signal handler as `push` returns
                 leave_down_to(stack, depth)
                 raise
         return self
@@ -127,19 +129,21 @@ class autocast:
                 pop(self.spec, exc_type)
         except RegionOrderError:
             raise
-        except BaseException as error:      # of a signal handler, before or while the region is left
+        except BaseException as error:      # raised by a signal handler before or while the region is left
             pop(self.spec, type(error))
             raise
         return False
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
-        """`func` with its body run inside the region, also when it is a generator or a coroutine."""
+        """Wrap `func`, a function, method, generator or coroutine function, so that its body runs inside the region."""
         return in_region(self, func)
 
 
 def clear_autocast_cache() -> None:
-    """Drop the weight casts of the regions open in this thread, torch's own included; weights are cast again at their
-    next use."""
+    """Drop the weight casts of this thread's open regions and of `torch.autocast`. Never synchronizes.
+
+    Weights are cast again at their next use.
+    """
     for entry in thread.regions:
         entry.cache.clear()
     clear_torch_cache()

@@ -1,7 +1,7 @@
-"""custom_fwd and custom_bwd: autocast inside a `torch.autograd.Function`.
+"""`custom_fwd` and `custom_bwd`: the autocast state of a `torch.autograd.Function`'s forward, also in its backward.
 
-A function's backward may run anywhere: in another thread, in a region or outside. These decorators make it see the
-autocast state its forward saw. Unlike torch's, they also carry the policy.
+Backward may run in another thread, in another region or outside any. Unlike torch's decorators of these names, these
+restore the policy too.
 """
 
 from __future__ import annotations
@@ -41,16 +41,23 @@ def custom_fwd(
     device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
 ) -> Callable[..., Any]:
-    """Decorator for the `forward` (and `setup_context`) of an autograd function; `custom_bwd` goes on its `backward`.
+    """Decorate the `forward`, and `setup_context`, of an autograd function whose `backward` has `custom_bwd`.
 
-    Without `cast_inputs` the body runs in the ambient autocast state. With it, in a region, floating-point tensor
-    arguments on the device (float64 excepted, containers looked into) are cast to that dtype and the body runs with
-    autocast off; outside a region it changes nothing. `device_type` None is the current accelerator, else the CPU.
-    A `forward` without `ctx` has a `setup_context`: decorate that with the same arguments, since it is what records the
-    state for backward.
+    The autocast state is saved for backward. If `forward` takes no `ctx`, decorate `setup_context` with the same
+    arguments: it saves the state. Never synchronizes with the device.
+
+    Args:
+        fwd: the function; None, as in `@custom_fwd(device_type="cuda")`: a decorator is returned.
+        device_type: a device type; None: the current accelerator, else the CPU.
+        cast_inputs: None: the body runs in the autocast state of its caller. A dtype: in a region, floating-point
+            tensor arguments on the device, float64 excepted, in any nesting of containers, are cast to it, and the body
+            runs with autocast disabled; outside a region nothing changes.
+
+    Returns:
+        The decorated function.
 
     Raises:
-        ValueError: a device type that is no string.
+        ValueError: `device_type` is not a string.
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
@@ -61,17 +68,17 @@ def custom_fwd(
         enabled = torch.is_autocast_enabled(kind)
         ctx: tuple[Any, ...] = args[:1] if len(args) > 0 and hasattr(args[0], "save_for_backward") else ()
         if ctx:
-            inside = enabled and cast_inputs is None, torch.get_autocast_dtype(kind)
+            body_enabled, dtype = enabled and cast_inputs is None, torch.get_autocast_dtype(kind)
             if tracing():
-                ctx[0]._ampkit_state = *inside, _rules(kind)
+                ctx[0]._ampkit_state = body_enabled, dtype, _policy_text(kind)
             else:
-                ctx[0]._ampkit_state = RegionSpec(kind, inside[1], inside[0], True, _policy_here(kind))
+                ctx[0]._ampkit_state = RegionSpec(kind, dtype, body_enabled, True, _open_policy(kind))
         if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)
         with autocast(kind, enabled=False):
-            # Not `ctx`: before torch 2.12 Dynamo cannot ask it whether it is a dataclass.
-            rest = cast_eligible(args[len(ctx) :], kind, cast_inputs)
-            return fwd(*ctx, *rest, **cast_eligible(kwargs, kind, cast_inputs))
+            # Without `ctx`: before torch 2.12 Dynamo cannot trace whether it is a dataclass.
+            inputs = cast_eligible(args[len(ctx) :], kind, cast_inputs)
+            return fwd(*ctx, *inputs, **cast_eligible(kwargs, kind, cast_inputs))
 
     return decorated
 
@@ -81,13 +88,20 @@ def custom_bwd(bwd: Callable[..., R], *, device_type: str | None = None) -> Call
 @overload
 def custom_bwd(*, device_type: str | None = None) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
-    """Decorator for the `backward` of an autograd function: it runs in the autocast state its forward ran in.
+    """Decorate the `backward` of an autograd function, to run in the autocast state that its forward ran in.
 
-    That state overrides the region that backward was called in.
+    That state overrides the region in which backward is called. Never synchronizes with the device.
+
+    Args:
+        bwd: the function; None, as in `@custom_bwd(device_type="cuda")`: a decorator is returned.
+        device_type: a device type; None: the current accelerator, else the CPU.
+
+    Returns:
+        The decorated function.
 
     Raises:
-        AttributeError: in backward, if `forward`, or `setup_context` where there is one, has no `custom_fwd`.
-        ValueError: a device type that is no string.
+        AttributeError: in backward, if `forward`, or `setup_context` if there is one, has no `custom_fwd`.
+        ValueError: `device_type` is not a string.
     """
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
@@ -102,10 +116,10 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
                 "setup_context where there is one"
             )
         if isinstance(state, RegionSpec):
-            with autocast.of(state._replace(cache_enabled=torch.is_autocast_cache_enabled())):
+            with autocast._of(state._replace(cache_enabled=torch.is_autocast_cache_enabled())):
                 return bwd(*args, **kwargs)
-        enabled, dtype, rules = state       # of a forward in the same trace
-        traced.enter_by_constants(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
+        enabled, dtype, policy_text = state     # saved by a forward in the same trace
+        traced.enter_by_constants(kind, dtype, enabled, torch.is_autocast_cache_enabled(), policy_text)
         try:
             return bwd(*args, **kwargs)
         finally:
@@ -115,17 +129,17 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 
 @called_while_tracing
-def _rules(kind: str) -> str:
-    """The active rules for a device type, as a `Policy.text`."""
-    return _policy_here(kind).text
+def _policy_text(kind: str) -> str:
+    """The `Policy.text` of the open region's policy for a device type."""
+    return _open_policy(kind).text
 
 
-def _policy_here(kind: str) -> Policy:
-    """The active policy for a device type; torch.amp's in a region of torch's, or in none."""
+def _open_policy(kind: str) -> Policy:
+    """The open region's policy for a device type; outside regions, and in `torch.autocast`, torch.amp's list."""
     mode = current()
     return (None if mode is None else dict(mode.policies).get(kind)) or NAMED_POLICIES["torch", kind]
 
 
-def cast_eligible(value: Any, kind: str, dtype: torch.dtype) -> Any:
-    """`value` with the eligible tensors in it cast, in any nesting of containers."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if is_eligible(tensor, kind) else tensor)
+def cast_eligible(tree: Any, kind: str, dtype: torch.dtype) -> Any:
+    """Cast the tensors in `tree`, any nesting of containers, that a region of this device type would cast."""
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if is_eligible(tensor, kind) else tensor)

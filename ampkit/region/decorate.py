@@ -1,7 +1,7 @@
-"""Running a function's body inside a region: plain functions, generators, coroutines.
+"""Decorates functions with a region: plain functions, generators and coroutines.
 
-A generator's body runs in pieces, between which its caller runs: the region is entered for each piece and left with
-it, so neither side sees the other's autocast state.
+A generator's body runs in pieces, between which its caller runs. The region is entered for each piece and left at its
+end, so neither side sees the other's autocast state.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Region = AbstractContextManager[Any]
 
 
 def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` with its body run inside `region`.
+    """Wrap `func` so that its body runs inside `region`.
 
-    Raises `TypeError` for a class, for an asynchronous generator function, and for what cannot be called.
+    Raises `TypeError` for a class, an asynchronous generator function, or an object that cannot be called.
     """
     name = type(region).__name__
     if isinstance(func, type) or not callable(func):
@@ -28,16 +28,17 @@ def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
             f"{name}()(func) takes a function or method to decorate, got {got}. "
             f"As a context manager: `with {name}(...):`"
         )
-    run = in_pieces(func)
-    if run is None:
-        return in_place_of(func, _plain(region, func))
-    return in_place_of(func, lambda *args, **kwargs: run(region, func(*args, **kwargs)))
+    runner = runner_for(func)
+    if runner is None:
+        return wrapper_for(func, _plain(region, func))
+    return wrapper_for(func, lambda *args, **kwargs: runner(region, func(*args, **kwargs)))
 
 
-def in_pieces(func: Callable[..., Any]) -> Callable[[Region, Any], Any] | None:
-    """What runs, in a region, the generator or coroutine that `func` returns; None for a plain function.
+def runner_for(func: Callable[..., Any]) -> Callable[[Region, Any], Any] | None:
+    """The function that runs, inside a region, the generator or coroutine that `func` returns.
 
-    Raises `TypeError` for an asynchronous generator function.
+    Returns `_stepped` for a generator function, `_awaited` for a coroutine function, None for a plain function. Raises
+    `TypeError` for an asynchronous generator function.
     """
     body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
     if inspect.isasyncgenfunction(body):
@@ -45,13 +46,19 @@ def in_pieces(func: Callable[..., Any]) -> Callable[[Region, Any], Any] | None:
             "expected a function, generator or coroutine function to decorate, got an asynchronous generator function: "
             "decorate what it calls"
         )
-    return _awaited if inspect.iscoroutinefunction(body) else _stepped if inspect.isgeneratorfunction(body) else None
+    if inspect.iscoroutinefunction(body):
+        return _awaited
+    return _stepped if inspect.isgeneratorfunction(body) else None
 
 
-def in_place_of(func: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, which returns what `func` does, as a function of the same kind and name."""
-    run = in_pieces(func)
-    wrapper: Any = call if run is None else _coroutine(call) if run is _awaited else _generator(call)
+def wrapper_for(func: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a replacement of `func`, as a function of the same kind (plain, generator, coroutine), name and doc."""
+    runner = runner_for(func)
+    wrapper: Any = call
+    if runner is _awaited:
+        wrapper = _coroutine(call)
+    elif runner is _stepped:
+        wrapper = _generator(call)
     functools.update_wrapper(wrapper, func, updated=("__dict__",) if getattr(func, "__dict__", None) else ())
     wrapper.__script_unsupported = "a function decorated with ampkit.autocast is not supported in script mode"
     return wrapper
@@ -73,7 +80,7 @@ def _generator(call: Callable[..., Any]) -> Any:
 
 def _plain(region: Region, func: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        region.__enter__()      # not `with`: torch.compile traces no context manager that was made outside
+        region.__enter__()      # not `with`: torch.compile cannot trace a context manager that was made outside
         try:
             output = func(*args, **kwargs)
         except BaseException as error:
@@ -86,7 +93,7 @@ def _plain(region: Region, func: Callable[..., Any]) -> Any:
 
 
 def _stepped(region: Region, generator: Any) -> Generator[Any, Any, Any]:
-    """`yield from generator`, with the region open only while the generator itself runs."""
+    """Do `yield from generator`, with the region open only while the generator itself runs."""
     resume: Callable[[], Any] = functools.partial(next, generator)
     while True:
         try:
@@ -108,5 +115,5 @@ def _stepped(region: Region, generator: Any) -> Generator[Any, Any, Any]:
 
 @types.coroutine
 def _awaited(region: Region, awaitable: Any) -> Generator[Any, Any, Any]:
-    """`await awaitable`, with the region open only while it runs."""
+    """Do `await awaitable`, with the region open only while the awaitable itself runs."""
     return (yield from _stepped(region, awaitable.__await__()))

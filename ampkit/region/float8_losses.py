@@ -1,4 +1,4 @@
-"""What FP8 lost in the calls of a record: for each module, product and operand, on the device until it is read."""
+"""Rounding losses of FP8 in recorded calls, for each module, product and operand; on the device until they are read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _HEADER = ("module", "GEMM", "operand", "shape", "scaling", "amax", "to 0", "at 
 
 
 class Float8Loss(NamedTuple):
-    """What became of one operand of one product, all calls of a module together."""
+    """The rounding loss of one operand of one product, summed over all calls of a module."""
 
     module: str         # its path, or the line of the call
     gemm: str           # "output", "input gradient" or "weight gradient"
     operand: str        # "input", "weight" or "gradient"
     shape: tuple[int, ...]
     scaling: str        # "row e4m3 2^n"
-    amax: float         # the largest magnitude before the cast; inf or NaN where there is one
-    to_zero: float      # share of the elements that were not 0 and are in FP8
+    amax: float         # the largest magnitude before the cast; inf or NaN if an element is
+    to_zero: float      # share of the elements that the cast rounded to 0
     at_end: float       # share of the elements at FP8's largest magnitude
     snr: float          # signal to noise in decibels: 10 log10 of sum(x^2) / sum(error^2)
 
@@ -38,7 +38,7 @@ class Float8Loss(NamedTuple):
 
 
 class Float8Losses(tuple[Float8Loss, ...]):
-    """The rows; `str()` of it is a table."""
+    """The losses of a record; prints as a table."""
 
     def __str__(self) -> str:
         if not self:
@@ -50,12 +50,12 @@ class Float8Notes:
     """Collects the losses of a record."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}     # elements, amax, four sums
+        self._sums: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}      # number of elements, amax, four sums
 
     def note(
         self, module: str, gemm: str, operand: str, tensor: Tensor, form: Quantized, scaling: Scaling, transposed: bool
     ) -> None:
-        """Add one operand; never syncs. What is traced, fake or distributed is left out."""
+        """Add one operand; never synchronizes. Traced, fake and distributed tensors are left out."""
         if not is_eager(tensor):
             return
         with torch.no_grad():
@@ -69,14 +69,14 @@ class Float8Notes:
                 (data / form.scale - exact).double().square().sum(),
             ])
             key = module, gemm, operand, tuple(form.data.shape), str(scaling)
-            n, amax, before = self._found.get(key, (0, sums.new_zeros(()), sums.new_zeros(4)))
+            n, amax, earlier_sums = self._sums.get(key, (0, sums.new_zeros(()), sums.new_zeros(4)))
             amax = torch.maximum(amax, exact.abs().amax().double())
-            self._found[key] = n + exact.numel(), amax, before + sums
+            self._sums[key] = n + exact.numel(), amax, earlier_sums + sums
 
     def losses(self) -> Float8Losses:
-        """What was collected so far, read from the device."""
+        """The losses so far. Reads them from the device, which synchronizes."""
         rows = []
-        for key, (n, amax, sums) in self._found.items():
+        for key, (n, amax, sums) in self._sums.items():
             to_zero, at_end, _signal, noise = sums.tolist()
             snr = (10 * (sums[2] / sums[3]).log10()).item() if noise else math.inf
             rows.append(Float8Loss._make((*key, amax.item(), to_zero / n, at_end / n, snr)))

@@ -1,8 +1,10 @@
-"""wrap_forward: a region around the forward of a module whose source one cannot decorate.
+"""`wrap_forward`: a region around the forward of a module whose source one cannot decorate.
 
-The module's class is replaced by a subclass of it that differs in one thing: its forward is decorated with `autocast`.
-Replicas share the class, so each thread of `nn.DataParallel` enters the region itself; copies and pickles wrap the
-copy. Forward hooks would do without the class, but a `KeyboardInterrupt` in forward would leave the region open.
+The module's class is replaced by a subclass that differs only in its forward, which is decorated with `autocast`.
+Replicas share the class, so each thread of `nn.DataParallel` enters the region itself; copies and pickles are wrapped
+too. Forward hooks would need no subclass, but a `KeyboardInterrupt` in forward would leave the region open.
+
+`half_precision.boundary` wraps forwards with a `Wrapper` of its own.
 """
 
 from __future__ import annotations
@@ -27,29 +29,30 @@ M = TypeVar("M", bound=Module)
 
 
 class Wrapper(Protocol):
-    """What is done around a forward: a value that can be copied and pickled."""
+    """Something to do around a forward. It is copied and pickled with the module."""
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward(module, ...)`, wrapped."""
+        """Wrap `forward(module, ...)`, a function of the class."""
         ...
 
 
 class WrappedForward(Module):
-    """What the class of a module derives from, beside the class it had, when its forward has been wrapped.
+    """Base of the classes of wrapped modules, beside the class that the module had.
 
-    Wrappers of one sort share a subclass of this one, which distinguishes them from others; a module may have several.
-    Copies and pickles are made as the class underneath, and wrapped again.
+    Each sort of wrapper has a subclass of this class; a module may have a wrapper of each sort. Copies and pickles are
+    made with the original class, and wrapped again.
     """
 
-    _ampkit_wrappers: dict[type[WrappedForward], tuple[type[Module], Wrapper]]
+    _ampkit_wrappers: dict[type[WrappedForward], tuple[type[Module], Wrapper]]      # sort -> (class inside, wrapper)
 
     @classmethod
     def put_around(cls, module: Module, wrapper: Wrapper) -> None:
-        """Wrap the forward of `module`, in it and in every replica and copy of it."""
+        """Wrap the forward of `module`, and of every replica and copy made of it later."""
         object.__setattr__(module, "__class__", cls._wrapped(type(module), wrapper))
 
     @classmethod
     def _wrapped(cls, inner: type[Module], wrapper: Wrapper) -> type[Module]:
+        """A subclass of `inner` with its forward wrapped."""
         body: dict[str, Any] = {
             "forward": wrapper.around(inner.forward),
             "_ampkit_wrappers": {**getattr(inner, "_ampkit_wrappers", {}), cls: (inner, wrapper)},
@@ -61,10 +64,10 @@ class WrappedForward(Module):
         return type(inner.__name__, (cls, inner), body)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """How to make the module again: with the class that it had before all wrappers, and these around it."""
+        """How to make the module again: with the class that it had before all wrappers, then wrapped."""
         make, arguments, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        inner = next(iter(self._ampkit_wrappers.values()))[0]
-        arguments = tuple(inner if value is type(self) else value for value in arguments)
+        original = next(iter(self._ampkit_wrappers.values()))[0]        # that of the first wrapper
+        arguments = tuple(original if argument is type(self) else argument for argument in arguments)
         wrappers = [(sort, wrapper) for sort, (_, wrapper) in self._ampkit_wrappers.items()]
         return (_wrapped_again, (wrappers, make, arguments), *rest)
 
@@ -72,7 +75,7 @@ class WrappedForward(Module):
 def _wrapped_again(
     wrappers: list[tuple[type[WrappedForward], Wrapper]], make: Callable[..., M], arguments: tuple[Any, ...]
 ) -> M:
-    """A copied or unpickled module before it has its state."""
+    """Make a module that is copied or unpickled, wrapped and still without its state."""
     module = make(*arguments)
     for sort, wrapper in wrappers:
         sort.put_around(module, wrapper)
@@ -80,23 +83,23 @@ def _wrapped_again(
 
 
 class _Region(NamedTuple):
-    """The region that `wrap_forward` opens: its arguments."""
+    """The wrapper of `wrap_forward`: the arguments of its region."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     cast_outputs: torch.dtype | None = None
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` in the region."""
-        inside, dtype = autocast(*self.args, **self.kwargs)(forward), self.cast_outputs
+        """Run `forward` in the region, and cast its outputs."""
+        decorated, dtype = autocast(*self.args, **self.kwargs)(forward), self.cast_outputs
         if dtype is None:
-            return inside
+            return decorated
 
         @functools.wraps(forward)
-        def cast(*args: Any, **kwargs: Any) -> Any:
-            return cast_tree(inside(*args, **kwargs), dtype)
+        def with_cast_outputs(*args: Any, **kwargs: Any) -> Any:
+            return cast_tree(decorated(*args, **kwargs), dtype)
 
-        return cast
+        return with_cast_outputs
 
 
 class _Wrapped(WrappedForward):
@@ -116,18 +119,26 @@ def wrap_forward(
 ) -> M:
     """Run `module`'s forward, from now on and in every replica and copy, inside `autocast` with these arguments.
 
-    As decorating `forward` with `autocast`, for modules one cannot edit: threads of `nn.DataParallel` or
-    `parallel_apply` each enter the region themselves. Each call is a region of its own, which casts every weight: in
-    `generate()` for each token. `cache=WeightCache()` keeps casts from call to call, as far as it can see that weights
-    were not written, which is why it is not the default. `cast_outputs`: a dtype, or its name, for the floating-point
-    tensors that forward returns, in any nesting of containers; None leaves them. Returns `module`, whose class is now a
-    subclass of the one it had; `unwrap_forward` gives that back.
+    The same as decorating `forward`, for modules one cannot edit: each thread of `nn.DataParallel` or `parallel_apply`
+    enters the region itself. Each call is a region of its own that casts all weights again, in `generate()` for each
+    token. Wrapping and calling never synchronize with the device.
+
+    Args:
+        module: the module; its class is replaced by a subclass, which `unwrap_forward` undoes.
+        device_type, dtype, enabled, cache_enabled, policy: as for `autocast`, at each call.
+        cache: `WeightCache()` keeps casts from call to call. It is not the default because it cannot detect every write
+            to a weight.
+        cast_outputs: dtype, or its name, to which the floating-point tensors that forward returns are cast, in any
+            nesting of containers; None leaves them.
+
+    Returns:
+        `module`.
 
     Raises:
-        TypeError: anything but a module or a dtype.
-        ValueError: an unknown name of a dtype.
-        RuntimeError: a module that is wrapped already, is scripted, or has a forward of its own that its class does
-            not know.
+        TypeError: `module` is not a module, or an argument has a wrong type.
+        ValueError: the name of a dtype or policy is unknown.
+        RuntimeError: the module is wrapped already or scripted, it has a forward of its own beside its class's, or the
+            device has no autocast.
     """
     if not isinstance(module, Module):
         raise TypeError(f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate functions instead")
@@ -146,7 +157,7 @@ def wrap_forward(
         )
     if "forward" in vars(module):
         raise RuntimeError(
-            f"this {cls.__name__} was given a forward of its own, which its class does not know; decorate that: "
+            f"this {cls.__name__} was given a forward of its own, in place of its class's; decorate that: "
             "module.forward = autocast(...)(module.forward)"
         )
     args = device_type, dtype, enabled, cache_enabled
@@ -155,17 +166,23 @@ def wrap_forward(
 
 
 def unwrap_forward(module: M) -> M:
-    """Take away what `wrap_forward` put around `module`'s forward; replicas and copies keep theirs. Returns `module`.
+    """Undo `wrap_forward`; replicas and copies stay wrapped. Never synchronizes with the device.
+
+    Args:
+        module: the wrapped module.
+
+    Returns:
+        `module`.
 
     Raises:
-        TypeError: anything but a module.
-        RuntimeError: a module that is not wrapped, or whose class something else (`initialize`, `half`) changed after.
+        TypeError: `module` is not a module.
+        RuntimeError: the module is not wrapped, or was wrapped by `amp.initialize` or `half` afterwards.
     """
     if not isinstance(module, Module):
         raise TypeError(f"unwrap_forward takes an nn.Module, got {type(module).__name__}")
     cls = type(module)
     if not isinstance(module, _Wrapped):
-        raise RuntimeError(f"this {cls.__name__} is not under wrap_forward: there is nothing to take away")
+        raise RuntimeError(f"this {cls.__name__} is not under wrap_forward: there is nothing to undo")
     if _Wrapped not in cls.__bases__:
         raise RuntimeError(f"the forward of this {cls.__name__} was wrapped by something else after wrap_forward")
     object.__setattr__(module, "__class__", module._ampkit_wrappers[_Wrapped][0])

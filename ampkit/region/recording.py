@@ -1,7 +1,7 @@
-"""What the regions of a step did, call by call: which operators followed a rule, who set it, what was cast, where.
+"""`record_casts`: notes each operator call that followed a rule: its rule and who set it, its casts, module and line.
 
-While a record is being taken, regions are given a mode that notes what it does; at other times nothing is asked and
-nothing costs. A record holds names, dtypes and numbers, and of tensors a few sums for each operand in FP8.
+While a record is being taken, new regions get a mode that notes its calls; otherwise recording costs nothing. A record
+holds names, dtypes and numbers, and for FP8 operands a few sums on the device, but no tensors of the user's.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ampkit.user_code import is_library, warn_user
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
-_MOST_ELEMENTS = 1 << 14         # elements that are looked at: sorting all of an activation would take long
-_LARGEST_INTEGER = 1 << 24      # up to which float32 has every integer; beyond are the constants of masks
+_MAX_ELEMENTS = 1 << 14         # elements that `merges_integers` sorts: all of an activation would take long
+_LARGEST_INTEGER = 1 << 24      # float32 has every integer up to here; larger numbers are constants of masks
 
 
 class record_casts(contextlib.ContextDecorator):
-    """Note what every region entered in here does, in all threads: forward, recomputation, and casts in backward.
+    """Record what every region entered inside casts, in all threads: in forward, recomputation and backward.
 
-    Shows why an operator was cast, and what casting costs in a step::
+    The record shows why an operator was cast, and what casting costs in a step::
 
         with record_casts() as record:
             with autocast("cuda"):
@@ -56,54 +56,53 @@ class record_casts(contextlib.ContextDecorator):
             loss.backward()
         print(record)
 
-    Operators that no rule names do not appear, for a region never sees them, nor do regions that were open before. What
-    `torch.compile` traces is left out, unless its backend runs operators one by one ("eager"): record the function
-    before it is compiled. FakeTensors are recorded like others, those of a GPU that is not there too. A record inside a
-    record takes the regions for itself.
+    Operators without a rule do not appear, because a region does not see them; nor do regions that were open before.
+    Code under `torch.compile` is left out, unless its backend runs operators one by one ("eager"): record the function
+    before it is compiled. FakeTensors are recorded like others, also for a GPU that the machine does not have. Inside
+    another record, only the inner one records.
 
-    Warns where a cast made distinct integers equal, as bfloat16 does to positions above 256 that are kept as floats:
-    such a tensor belongs into float32. The first 16,384 elements of each tensor without a gradient are looked at, on
-    the device; the answers are read when the record ends, which syncs.
+    Warns where a cast made distinct integers equal, as bfloat16 does to positions above 256 that are stored as floats:
+    keep such a tensor in float32. The check looks at the first 16,384 elements of each tensor that requires no
+    gradient, on the device, and reads the results when the record ends, which synchronizes.
 
     Args:
-        check_integers: False leaves that check out. Then a record never syncs.
+        check_integers: False leaves this check out. Then recording never synchronizes.
     """
 
     def __init__(self, *, check_integers: bool = True) -> None:
         self.check_integers = check_integers
 
     def __enter__(self) -> CastRecord:
-        self.taken = CastRecord()
-        self.taken.integers = [] if self.check_integers else None
-        records.append(self.taken)
-        return self.taken
+        self.record = CastRecord()
+        self.record.integers = [] if self.check_integers else None
+        records.append(self.record)
+        return self.record
 
     def __exit__(self, *exc: Any) -> None:
-        records[:] = [record for record in records if record is not self.taken]     # not always the last: threads
-        if not self.taken.calls:
-            self.taken.compiled = self.taken.compiled or has_compiled()
-        self.taken.merged = [] if any(exc) else [call for call, merges in self.taken.integers or () if merges]
-        if self.taken.merged:
+        records[:] = [record for record in records if record is not self.record]    # another thread's may be last
+        if not self.record.calls:
+            self.record.compiled = self.record.compiled or has_compiled()
+        self.record.merged = [] if any(exc) else [call for call, merges in self.record.integers or () if merges]
+        if self.record.merged:
             warn_user(
-                "; ".join(self.taken.merged_lines()) + ". Compute there in float32, by a rule for the module, in an "
-                "amp.float_function or in `with autocast(enabled=False)`; record_casts(check_integers=False) does not "
-                "look",
+                "; ".join(self.record.merged_lines()) + ". Compute there in float32, by a rule for the module, in an "
+                "amp.float_function or in `with autocast(enabled=False)`; record_casts(check_integers=False) turns "
+                "this check off",
                 ("torch.", "contextlib"),
             )
 
 
-records: list[CastRecord] = []      # that are being taken; regions note in the one begun last
+records: list[CastRecord] = []      # those being taken; regions write to the last
 
 
 def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
-    """A mode for these policies and this cache, which takes notes if a record is being taken."""
-    for record in records[-1:]:     # threads: it may be empty by now
-        return _RecordingMode(policies, cache, record)
-    return AutocastMode(policies, cache)
+    """A mode for these policies and this cache, which notes its calls if a record is being taken."""
+    open_records = records[-1:]     # a copy: another thread may end the record meanwhile
+    return _RecordingMode(policies, cache, open_records[0]) if open_records else AutocastMode(policies, cache)
 
 
 class _RecordingMode(AutocastMode):
-    """A mode that notes each call it prepares."""
+    """A mode that notes each call in a record."""
 
     def __init__(
         self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None, record: CastRecord
@@ -112,56 +111,63 @@ class _RecordingMode(AutocastMode):
         self.handlers = GENERAL_HANDLERS
         self.record = record
         if cache is not None:
-            self.lookup = functools.partial(_look_up, cache)
+            self.lookup = functools.partial(_cached_cast, cache)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         thread.reused = []
         call = super().prepare(op, args, kwargs)
         if call is not None:
             if TracingContext.try_get() is None:
-                noted = self._noted(op, args, kwargs, call)
-                self.record.calls.append(noted)
+                recorded = self._recorded(op, args, kwargs, call)
+                self.record.calls.append(recorded)
                 if isinstance(call[0], Product):
-                    call[0].notes = functools.partial(self.record.float8_notes.note, noted.module or noted.line)
+                    place = recorded.module or recorded.line
+                    call[0].notes = functools.partial(self.record.float8_notes.note, place)
             else:
                 self.record.compiled = True
         thread.reused = []
         return call
 
-    def _noted(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Any) -> RecordedCall:
-        run, got = call[0], (*call[1], *call[2].values())
-        before, after = list(casting.tensors((*args, *kwargs.values()))), list(casting.tensors(got))
-        cast = [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
-        made = [(old, new) for old, new in cast if not any(new is kept for kept in thread.reused)]
+    def _recorded(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Any) -> RecordedCall:
+        """What to record of a call: `args` and `kwargs` as they were given, `call` as it will run."""
+        run, new_args = call[0], (*call[1], *call[2].values())
+        given, used = list(casting.tensors((*args, *kwargs.values()))), list(casting.tensors(new_args))
+        cast = [(old, new) for old, new in zip(given, used, strict=True) if old is not new]
+        made = [(old, new) for old, new in cast if not any(new is reused for reused in thread.reused)]
         policy = next(
             policy
             for device, policy in self.policies
             if op in policy.rules()
             and torch.is_autocast_enabled(device)
-            and (len(self.policies) == 1 or any(tensor.device.type == device for tensor in before))
+            and (len(self.policies) == 1 or any(tensor.device.type == device for tensor in given))
         )
         _, rule, layer, why = policy.explain(op)
-        asked = tuple(value for value in got if rule is Rule.FLOAT32_DTYPE_ARG and isinstance(value, torch.dtype))
+        computed_in = _dtypes(used)
+        if rule is Rule.FLOAT32_DTYPE_ARG:
+            computed_in = tuple(arg for arg in new_args if isinstance(arg, torch.dtype)) or computed_in
         float8 = ""
         if isinstance(run, Product):
-            float8, asked = rule.name, (run.recipe.x.dtype, run.recipe.w.dtype)
+            float8, computed_in = rule.name, (run.recipe.x.dtype, run.recipe.w.dtype)
         elif rule in RECIPES:
             float8 = why_not(op, args, kwargs, policy.device_type)
         module, line = _call_site(sys._getframe(1))
-        noted = RecordedCall(
-            op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
+        recorded = RecordedCall(
+            op.name(), rule, layer, why, module, line, _dtypes(given), computed_in,
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in before), float8,
+            tuple(() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given), float8,
         )
         if self.record.integers is not None:
             with Exclude(self.excluded_keys):
-                answers = [merges_integers(old, new.dtype) for old, new in made]
-            self.record.integers += [(noted, merges) for merges in answers if merges is not None]
-        return noted
+                merged = [merges_integers(old, new.dtype) for old, new in made]
+            self.record.integers += [(recorded, merges) for merges in merged if merges is not None]
+        return recorded
 
 
-def _look_up(cache: WeightCache | RegionCache, leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """`cache.cast`, noted if it was there. No method of the mode: the casts of a recompute would wait for the gc."""
+def _cached_cast(cache: WeightCache | RegionCache, leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """`cache.cast`, noted in `thread.reused` if the cache had it.
+
+    Not a method of the mode: in a cycle with the mode, the casts of a recompute would live until garbage collection.
+    """
     hits = cache.hits
     cast = cache.cast(leaf, dtype)
     if cache.hits > hits:
@@ -170,7 +176,7 @@ def _look_up(cache: WeightCache | RegionCache, leaf: Tensor, dtype: torch.dtype)
 
 
 def _call_site(frame: FrameType | None) -> tuple[str, str]:
-    """The path of the module that runs, and the line of the user's code that called the operator."""
+    """The path of the module that runs, and the line of user code that called the operator."""
     modules: list[Module] = []
     line = ""
     while frame is not None:
@@ -186,7 +192,7 @@ def _call_site(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, those that a sparse one does not store too."""
+    """Bytes of a tensor's elements, also of those that a sparse tensor does not store."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -195,16 +201,16 @@ def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
 
 
 def merges_integers(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Whether a tensor holds integers alone, of which a cast makes distinct ones equal: a 0-d bool. Never syncs.
+    """Whether a tensor holds only integers and a cast makes distinct ones equal: a 0-d bool. Never synchronizes.
 
-    None where that is not looked at: tensors with a gradient or not of float32, traced, sparse or captured ones.
+    None if this is not checked: the tensor requires a gradient, is not of float32, or is traced, sparse or captured.
     """
     if (
         exact.dtype is not torch.float32 or dtype.itemsize != 2 or exact.requires_grad or not is_eager(exact)
         or is_opaque(exact) or functorch_level() is not None or is_capturing()
     ):
         return None
-    values = exact.detach().flatten()[:_MOST_ELEMENTS].sort().values      # rounding keeps the order
+    values = exact.detach().flatten()[:_MAX_ELEMENTS].sort().values      # rounding keeps the order
     cast = values.to(dtype)
     integers = ((values == values.round()) & (values.abs() <= _LARGEST_INTEGER)).all()
     return integers & ((values[1:] != values[:-1]) & (cast[1:] == cast[:-1])).any()

@@ -128,7 +128,7 @@ def test_promotion_in_a_float32_region_widens_to_float32(generated: bool, monkey
     low, wide = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
     spec = RegionSpec("cpu", torch.float32, True, False, Policy.torch("cpu"))
     for given in ([low, low], [low, wide], [wide, wide]):
-        with autocast.of(spec):
+        with autocast._of(spec):
             found = torch.stack(given)
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.float32)
