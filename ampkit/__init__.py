@@ -57,18 +57,18 @@ __all__ = [
     "wrap_forward",
 ]
 
-_ON_DEMAND = ("debugging", "integrations")      # imported when first asked for
-# Names that users of torch.amp and Apex bring, and what stands in their place.
+_ON_DEMAND = ("debugging", "integrations")      # imported when first used
+# Names that users of torch.amp and Apex know, and what to use instead.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("is_autocast_enabled", "is_autocast_cache_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype",
          "get_autocast_cpu_dtype", "set_autocast_enabled", "set_autocast_dtype"),
-        "torch's function of this name: regions set torch's own autocast state",
+        "torch's function of this name, because regions set torch's own autocast state",
     ),
     "is_autocast_available": "torch.amp.is_autocast_available",
     "autocast_mode": "ampkit.autocast, ampkit.custom_fwd and ampkit.custom_bwd",
-    "grad_scaler": "ampkit.GradScaler; private names stay those of torch.amp.grad_scaler",
-    "OptState": "torch.amp.grad_scaler.OptState, which the records of ampkit.GradScaler use",
+    "grad_scaler": "ampkit.GradScaler; for private names, torch.amp.grad_scaler",
+    "OptState": "torch.amp.grad_scaler.OptState, which ampkit.GradScaler uses",
     "checkpoint": "torch.utils.checkpoint.checkpoint, which recomputes under the region and policy of its forward",
     **dict.fromkeys(
         ("disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "master_params",
@@ -88,14 +88,14 @@ _ELSEWHERE = {
     ),
 }
 
-if not TYPE_CHECKING:       # a checker would take every name for one of these
+if not TYPE_CHECKING:       # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         """Import the packages that only some users need."""
         if name in _ON_DEMAND:
             return importlib.import_module(f"ampkit.{name}")
-        instead = f"; expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-        raise AttributeError(f"module 'ampkit' has no attribute {name!r}{instead}")
+        hint = f"; expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'ampkit' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

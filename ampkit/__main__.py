@@ -11,23 +11,23 @@ import ampkit
 
 # Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
 COMMANDS = {
-    "debug": ("ampkit.debugging.cli", "find out which operator, module and line of a script goes wrong"),
-    "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
-    "explain": ("ampkit.explain", "say what autocast does with an operator, and why"),
+    "debug": ("ampkit.debugging.cli", "find the operator, module and line of a script that goes wrong"),
+    "doctor": ("ampkit.doctor", "report what this machine can run, and what is missing"),
+    "explain": ("ampkit.explain", "report what autocast does with an operator, and why"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command named by the first argument; the rest is the command's own. Returns the exit code."""
+    """Run the command that the first argument names, with the other arguments. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="ampkit",
         description="Automatic mixed precision for PyTorch.",
-        epilog="\n".join(f"  {name:10s}{what}" for name, (_, what) in COMMANDS.items()),
+        epilog="\n".join(f"  {name:10s}{purpose}" for name, (_, purpose) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="store_true", help="say which versions of ampkit and torch these are")
-    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="one of those below")
+    parser.add_argument("--version", action="store_true", help="print the versions of ampkit and torch")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="one of the commands below")
     options = parser.parse_args(arguments[:1])
     if options.version:
         print(f"ampkit {ampkit.__version__}, torch {torch.__version__}")
@@ -35,13 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    chosen = options.command
+    module, _ = COMMANDS[options.command]
     try:
-        return importlib.import_module(COMMANDS[chosen][0]).main(arguments[1:]) or 0
+        return importlib.import_module(module).main(arguments[1:]) or 0
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:     # `| head` has ended, and flushing at exit would raise once more
+    except BrokenPipeError:     # `| head` has ended; without this, flushing at exit would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

@@ -1,7 +1,7 @@
-"""Casts of a module's inputs and outputs: tensors in any nesting of ordinary containers.
+"""Casts of tensors in any nesting of containers, such as the inputs and outputs of a module.
 
-Lists, tuples, named tuples, mappings and dataclasses are rebuilt in their own type; a container that holds nothing to
-cast is returned itself, so that a call without work to do allocates nothing.
+Lists, tuples, named tuples, mappings and dataclasses are rebuilt in their own type; a container in which nothing is
+cast is returned unchanged, so that a call without work to do allocates nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import Module
 
 from ampkit.dtypes import REAL_FLOATS
 
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
+_COMMON_LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every real floating-point tensor in it cast to `dtype`, recorded by autograd.
+    """Cast every real floating-point tensor in `value` to `dtype`, recorded by autograd. Never synchronizes.
 
-    An object of another class that has a `to` method (a batch class of the user) is sent
-    `value.to(dtype)`, as Apex does; modules and everything else pass as they came. Never syncs.
+    An object of another class that has a `to` method, such as a batch class of the user, is cast by `value.to(dtype)`,
+    as in Apex; modules and all other objects are returned unchanged.
 
     >>> cast_tree({"x": [torch.ones(1)], "ids": torch.ones(1, dtype=torch.int64)}, torch.float16)
     {'x': [tensor([1.], dtype=torch.float16)], 'ids': tensor([1])}
@@ -38,17 +38,17 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype` if it is real and floating point, else `tensor` itself."""
+    """Cast `tensor` to `dtype` if it is real and floating point, else return it unchanged."""
     return tensor.to(dtype) if tensor.dtype in REAL_FLOATS and tensor.dtype is not dtype else tensor
 
 
 def map_tensors(
     value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda item: item
 ) -> Any:
-    """`value` with `function` applied to its tensors and `other` to every other leaf."""
+    """Apply `function` to the tensors in `value`, and `other` to every other leaf."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, _PLAIN):       # a shortcut past the questions below
+    if isinstance(value, _COMMON_LEAVES):       # to skip the checks below
         return other(value)
     if isinstance(value, list | tuple):
         items = [map_tensors(item, function, other) for item in value]
@@ -72,9 +72,8 @@ def map_tensors(
 
 
 def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type with some values replaced; a plain dict where it can be neither copied nor
-    written."""
-    if type(mapping) is dict:       # Dynamo traces no `copy.copy`
+    """A mapping of the same type with some values replaced; a plain dict if it cannot be copied or written."""
+    if type(mapping) is dict:       # Dynamo cannot trace `copy.copy`
         return {**mapping, **changed}
     try:
         copied: Any = copy.copy(mapping)

@@ -1,4 +1,4 @@
-"""dtypes: groups of them, their names as users write them, and as messages print them."""
+"""Groups of dtypes, the names that users may write for them, and values as error messages print them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 REAL_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""The dtypes that a cast changes; integers, bools, complex numbers and eight-bit floats pass as they came."""
+"""The dtypes that a cast changes; integers, bools, complex numbers and 8-bit floats stay as they are."""
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -23,12 +23,12 @@ _repr.maxstring = _repr.maxother = 120
 
 
 def short(value: Any) -> str:
-    """The value on one line, cut where it is long."""
+    """The `repr` of a value on one line, shortened if it is long."""
     return " ".join(_repr.repr(value).split())
 
 
 def as_dtype(value: Any) -> Any:
-    """The dtype of this name; anything else unchanged, for the caller to check."""
+    """The dtype of a name in `PRECISIONS`; any other value is returned unchanged, for the caller to check."""
     return PRECISIONS.get(value, value) if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""The user's own code: which files are not, and warnings that point at the user's line."""
+"""Tells the user's code from libraries, and warns at the user's line."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SITE_PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib",
 
 @functools.cache
 def is_library(filename: str) -> bool:
-    """Whether code in a file is torch's, ampkit's or Python's own.
+    """Whether a file is part of torch, ampkit or Python's standard library.
 
-    Everything else, transformers and its like too, is where somebody wrote the model.
+    Every other file counts as user code, also of libraries such as transformers: a model is written there.
     """
     generated = ("<ampkit ", "<eval_with_key", "<frozen", "<string>")
     if filename.startswith((TORCH, AMPKIT, *generated)) or "/ampkit_kernels/" in filename:
@@ -29,8 +29,7 @@ def is_library(filename: str) -> bool:
 
 
 def warn_user(message: str, passing: tuple[str, ...] = (), category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line that is neither the package's nor of modules whose names begin with one of `passing`.
-    """
+    """Warn at the innermost line outside ampkit and outside modules whose names begin with one of `passing`."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("ampkit.", *passing)):
         level, frame = level + 1, frame.f_back
