@@ -1,7 +1,7 @@
-"""ampkit in other people's training loops: a module per library, which imports that library when it is asked for.
+"""ampkit in the training loops of other libraries: a module per library, which imports that library when it is used.
 
 `accelerate` and `transformers` set up an `Accelerator` and a `Trainer`; `lightning` and `fabric` have precision
-plugins; `timm` has its scaler.
+plugins; `timm` has a scaler.
 """
 
 import importlib
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 __all__ = ["accelerate", "fabric", "lightning", "timm", "transformers"]
 
-if not TYPE_CHECKING:       # which would take every name for one of these
+if not TYPE_CHECKING:       # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        """A module of this package, imported."""
+        """Import a module of this package."""
         if name in __all__:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    """The libraries."""
+    """List the modules."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,4 +1,4 @@
-"""Lightning Fabric: a precision plugin."""
+"""Lightning Fabric: `MixedPrecision`, a precision plugin with ampkit's regions and scaler."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ from typing import Any
 
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 
-from ampkit.integrations._precision import OwnRegions
+from ampkit.integrations._precision_plugin import PrecisionPlugin
 
 __all__ = ["MixedPrecision"]
 
 
-class MixedPrecision(OwnRegions, FabricMixedPrecision):
+class MixedPrecision(PrecisionPlugin, FabricMixedPrecision):
     """Fabric's plugin of this name with ampkit's regions and scaler.
 
-    `fabric.clip_gradients` works with `fused=True` and `ampkit.optim`. Fabric raises there when an overflow makes the
-    norm infinite, unless `error_if_nonfinite=False`: the scaler would skip that step. Save and load the plugin
-    beside the model, `fabric.save(path, {"model": model, "precision": plugin})`, for the scale to go on.
+    `fabric.clip_gradients` works with `fused=True` and `ampkit.optim`. When an overflow makes the norm infinite, it
+    raises, unless `error_if_nonfinite=False`; the scaler would skip that step. To keep the scale in a checkpoint, save
+    and load the plugin beside the model: `fabric.save(path, {"model": model, "precision": plugin})`.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
-        device: the device type, as "cuda".
-        scaler: None: `GradScaler(device)` for "16-mixed", none for "bf16-mixed"; there one can skip steps:
-            `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
-        policy: what the regions cast; None: the default for the device.
-        cache: a `WeightCache` that keeps casts between batches.
+        device: the device type, such as "cuda".
+        scaler: the scaler; None: `GradScaler(device)` for "16-mixed", no scaler for "bf16-mixed", where one can skip
+            steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
+        policy: the policy of the regions, or its name; None: the default for the device.
+        cache: a `WeightCache` that keeps casts between batches; None: each region casts again.
 
-    Raises as Fabric's; TypeError for a scaler of torch's, ValueError for the name of no policy, RuntimeError where this
-    machine has no such device.
+    Raises:
+        TypeError: `scaler` is not an `ampkit.GradScaler`.
+        ValueError: the name of the policy is unknown, or Fabric's plugin refuses an argument.
+        RuntimeError: this machine does not have the device.
 
     >>> from lightning.fabric import Fabric
     >>> fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("bf16-mixed", "cpu")])
     """
 
     def forward_context(self) -> Any:
-        """The region of a forward."""
+        """Return the region of a forward."""
         return self.region()
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscale before gradients are clipped, those of fused optimizers too."""
+        """Unscale gradients before they are clipped, also those of fused optimizers."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""Lightning's `Trainer`: precision plugins, and a callback that logs the loss scale."""
+"""Lightning's `Trainer`: precision plugins with ampkit's regions and scaler, and a callback that logs the scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch import Tensor
 
-from ampkit.integrations._precision import OwnRegions
+from ampkit.integrations._precision_plugin import PrecisionPlugin
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import autocast_device_type
 from ampkit.scaler.grad_scaler import GradScaler
@@ -22,23 +22,25 @@ from ampkit.scaler.grad_scaler import GradScaler
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
 
 
-class MixedPrecision(OwnRegions, LightningMixedPrecision):
+class MixedPrecision(PrecisionPlugin, LightningMixedPrecision):
     """Lightning's plugin of this name with ampkit's regions and scaler.
 
-    Hooks and clipping see unscaled gradients whatever the optimizer, so that `gradient_clip_val` works with
-    `fused=True` and `ampkit.optim`, in manual optimization too. Checkpoints resume both ways with Lightning's own
-    plugin, whose name and state these are.
+    Hooks and clipping see unscaled gradients with every optimizer, so that `gradient_clip_val` works with `fused=True`
+    and `ampkit.optim`, also in manual optimization. Name and state are those of Lightning's own plugin: either loads
+    the other's checkpoints.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
-        device: the device type, as "cuda".
-        scaler: None: `GradScaler(device)` for "16-mixed", none for "bf16-mixed"; there one can skip steps:
-            `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
-        policy: what the regions cast; None: the default for the device.
-        cache: a `WeightCache` that keeps casts between batches.
+        device: the device type, such as "cuda".
+        scaler: the scaler; None: `GradScaler(device)` for "16-mixed", no scaler for "bf16-mixed", where one can skip
+            steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
+        policy: the policy of the regions, or its name; None: the default for the device.
+        cache: a `WeightCache` that keeps casts between batches; None: each region casts again.
 
-    Raises as Lightning's; TypeError for a scaler of torch's, ValueError for the name of no policy, RuntimeError where
-    this machine has no such device.
+    Raises:
+        TypeError: `scaler` is not an `ampkit.GradScaler`.
+        ValueError: the name of the policy is unknown, or Lightning's plugin refuses an argument.
+        RuntimeError: this machine does not have the device.
 
     >>> from lightning import Trainer
     >>> plugin = MixedPrecision("bf16-mixed", "cpu")
@@ -48,18 +50,18 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
     scaler: GradScaler | None  # pyright: ignore[reportIncompatibleVariableOverride]  a subclass of torch's
 
     def autocast_context_manager(self) -> Any:
-        """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
+        """Return the region of a step. It caches casts, unlike Lightning's: ampkit's are safe under `torch.no_grad`."""
         return self.region()
 
     def forward_context(self) -> Any:
-        """The same, for every kind of step."""
+        """Return the region of any kind of step."""
         return self.autocast_context_manager()
 
     def convert_module(self, module: Any) -> Any:
-        """As Lightning's; raises `TypeError` for a module that Fabric sets up, whose plugins are others."""
+        """Convert as Lightning's plugin does; raise `TypeError` for a module of Fabric, which needs another plugin."""
         if not isinstance(module, LightningModule):
             raise TypeError(
-                f"this plugin is for Lightning's Trainer, and got a {type(module).__name__} from Fabric; pass "
+                f"this plugin is for Lightning's Trainer, but got a {type(module).__name__} from Fabric; pass "
                 f"Fabric(plugins=[ampkit.integrations.fabric.MixedPrecision(precision, device)])"
             )
         return super().convert_module(module)
@@ -74,7 +76,7 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
         result = closure()
         if result is None and model.automatic_optimization:     # no loss: gradients of earlier batches stay scaled
             return None
-        # manual optimization may have clipped, which unscales
+        # Manual optimization may have clipped, which unscales.
         self.scaler.unscale_(optimizer, allow_repeat=not model.automatic_optimization)
         self._after_closure(model, optimizer)
         output = self.scaler.step(optimizer, **kwargs)
@@ -87,7 +89,7 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled gradients, of fused optimizers too, which Lightning's plugin refuses."""
+        """Clip unscaled gradients, also of fused optimizers, which Lightning's plugin refuses."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
@@ -110,13 +112,15 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
 class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
     """Lightning's plugin of this name, for `FSDPStrategy(precision_plugin=...)`, with ampkit's regions and scaler.
 
-    Ranks skip together, with fused optimizers too. Values can be clipped; norms Lightning refuses under this strategy.
+    Ranks skip together, also with fused optimizers. Gradients can be clipped by value; Lightning does not clip by norm
+    under this strategy.
 
     Args:
         precision, scaler, policy: as of `MixedPrecision`.
         device: the device type; None: the accelerator of this machine, or the CPU.
 
-    Raises as `MixedPrecision`.
+    Raises:
+        TypeError, ValueError, RuntimeError: as `MixedPrecision`.
     """
 
     def __init__(
@@ -127,42 +131,43 @@ class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
         policy: Policy | str | None = None,
         device: str | None = None,
     ) -> None:
-        LightningFSDPPrecision.__init__(self, "bf16-mixed")     # which makes no scaler
+        LightningFSDPPrecision.__init__(self, "bf16-mixed")     # in bfloat16 it makes no scaler
         super().__init__(precision, autocast_device_type(device), scaler, policy=policy)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Scale a loss, once for both plugins."""
+        """Scale the loss once; both base classes would."""
         return LightningFSDPPrecision.pre_backward(self, tensor, module)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        """Raise, saying why not."""
+        """Raise Lightning's error: it does not clip by norm under FSDP."""
         LightningFSDPPrecision.clip_grad_by_norm(self, optimizer, clip_val)
 
 
 class ScaleMonitor(Callback):
-    """Logs the loss scale and how many steps were skipped, and says where the first overflows began.
+    """Callback that logs the loss scale and the number of skipped steps, and reports where the first overflow began.
 
-    `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, at one host read; of several
-    ranks it is checked that they agree, at one more. Says so where the trainer's plugin has no `ampkit.GradScaler`.
+    `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, with one host read, and with
+    several ranks another one that checks that they agree. Prints a message if the trainer's plugin has no
+    `ampkit.GradScaler`.
     """
 
     def __init__(self) -> None:
         self._has_reported = False
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Say when there is nothing to log."""
+        """Print a message if there is nothing to log."""
         if not isinstance(getattr(trainer.precision_plugin, "scaler", None), GradScaler):
             plugin = type(trainer.precision_plugin)
             rank_zero_info(
                 f"ScaleMonitor logs nothing: the precision plugin is {plugin.__module__}.{plugin.__name__}, without an "
                 f"ampkit.GradScaler. Pass plugins=[ampkit.integrations.lightning.MixedPrecision('16-mixed', device)]; "
-                f"'bf16-mixed' has a scaler only if it is given one"
+                f"'bf16-mixed' has a scaler only if you pass one"
             )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log, when that is due."""
+        """Log, if this step is one to log."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler) or (trainer.fit_loop.total_batch_idx + 1) % trainer.log_every_n_steps:
             return

@@ -1,4 +1,4 @@
-"""timm: its loss scaler's interface over ampkit's."""
+"""timm: `NativeScaler`, the interface of timm's loss scaler over `ampkit.GradScaler`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from timm.utils import NativeScaler as TimmScaler
 from torch import Tensor
 
-from ampkit.integrations._precision import checked
+from ampkit.integrations._precision_plugin import checked_scaler
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["NativeScaler"]
@@ -18,15 +18,15 @@ class NativeScaler(TimmScaler):
     """timm's class of this name over `ampkit.GradScaler`, which clips gradients while it unscales them.
 
     Args:
-        device: the device type, as "cuda".
-        scaler: in place of `GradScaler(device)`.
+        device: the device type, such as "cuda".
+        scaler: the scaler; None: `GradScaler(device)`.
 
     Raises:
-        TypeError: a scaler of torch's.
+        TypeError: `scaler` is not an `ampkit.GradScaler`.
     """
 
     def __init__(self, device: str = "cuda", *, scaler: GradScaler | None = None) -> None:
-        self.scaler = self._scaler = checked(scaler) or GradScaler(device)
+        self.scaler = self._scaler = checked_scaler(scaler) or GradScaler(device)
 
     def __call__(
         self,
@@ -38,13 +38,20 @@ class NativeScaler(TimmScaler):
         create_graph: bool = False,
         need_update: bool = True,
     ) -> None:
-        """Run backward and, with `need_update`, clip and step.
+        """Run backward and, with `need_update`, clip and step, which synchronizes as `GradScaler.step` does.
 
-        With `parameters` gradients are unscaled and clipped by timm. Without them "norm" and "value" clip all that the
-        optimizer holds, in the pass that unscales.
+        Args:
+            loss: the loss, not scaled.
+            optimizer: steps the parameters.
+            clip_grad: the limit for the gradients; None: no clipping.
+            clip_mode: "norm" or "value"; with `parameters`, also timm's other modes.
+            parameters: timm unscales and clips the gradients of these; None: ampkit clips all gradients of the
+                optimizer as it unscales them.
+            create_graph: as of `Tensor.backward`.
+            need_update: False only accumulates gradients.
 
         Raises:
-            ValueError: another `clip_mode` without `parameters`. No backward has run then.
+            ValueError: `clip_mode` is another one and `parameters` is None; backward has not run.
         """
         if clip_grad is None or parameters is not None or not need_update:
             super().__call__(loss, optimizer, clip_grad, clip_mode, parameters, create_graph, need_update)

@@ -1,4 +1,4 @@
-"""transformers: `use_ampkit(trainer)` before `train`, for `Trainer` and its subclasses, TRL's among them."""
+"""transformers: `use_ampkit(trainer)`, before `train`, for `Trainer` and its subclasses, such as TRL's."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ def use_ampkit(
     scaler: GradScaler | None = None,
     cache: WeightCache | None = None,
 ) -> T:
-    """Let a `Trainer` cast by ampkit's regions and scale by its `GradScaler`; returns it. Call it before `train`.
+    """Use ampkit's regions and `GradScaler` in a `Trainer`. Call it before `train`.
 
-    `TrainingArguments` say what is done, as ever: `bf16=True`, `fp16=True` or neither, which leaves the trainer as it
-    is. Clipping, `grad_norm`, schedulers and checkpoints follow; with a scaler the logs also have `loss_scale` and
-    `skipped_steps`. What the model wants kept in float32 is kept (`Policy.keep_in_fp32`), except under FSDP and torch's
-    own policy: T5 trains in float16.
+    `TrainingArguments` still select the precision: `bf16=True`, `fp16=True`, or neither, which leaves the trainer
+    unchanged. Clipping, `grad_norm`, schedulers and checkpoints work as before; with a scaler the logs also have
+    `loss_scale` and `skipped_steps`. Modules that the model declares to be kept in float32 are kept
+    (`Policy.keep_in_fp32`), except under FSDP and torch's own policy: T5 trains in float16.
 
     Args:
-        trainer: one that has not trained yet.
-        policy: what its regions cast; None: the default for its device.
-        scaler: in place of `GradScaler(device)`, with `fp16=True`; with `bf16=True`, where there is none, for the steps
-            that it skips: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
-        cache: a `WeightCache` that keeps casts between batches.
+        trainer: a trainer that has not trained yet.
+        policy: the policy of its regions, or its name; None: the default for its device.
+        scaler: the scaler; None: `GradScaler(device)` with `fp16=True`, no scaler with `bf16=True`, where one can skip
+            steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
+        cache: a `WeightCache` that keeps casts between batches; None: each region casts again.
 
-    After an error the trainer is as it was.
+    Returns:
+        `trainer`.
 
     Raises:
-        ValueError: a scaler with neither `fp16` nor `bf16`, or the name of no policy.
-        RuntimeError: the trainer has prepared its model, or DeepSpeed or XLA do the casting.
-        TypeError: something that is not a `Trainer`, or a scaler of torch's.
+        TypeError: `trainer` is not a `Trainer`, or `scaler` not an `ampkit.GradScaler`.
+        ValueError: a scaler without `fp16` or `bf16`, or an unknown name of a policy.
+        RuntimeError: the trainer has prepared its model, or DeepSpeed or XLA cast for it.
+
+    After an error the trainer is unchanged.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"use_ampkit takes a transformers.Trainer; got {type(trainer).__name__}")
@@ -53,7 +56,7 @@ def use_ampkit(
 
 
 class _LogScale(TrainerCallback):
-    """Adds the loss scale and the count of skipped steps to what is logged; of several ranks, that they agree."""
+    """Adds the loss scale and the number of skipped steps to the logs, after a check that several ranks agree."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -66,10 +69,10 @@ class _LogScale(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Called with what is about to be shown."""
+        """Add to `logs`, before they are shown. Synchronizes with the device."""
         if logs is not None and "loss" in logs:
             self._accelerator.scaler.check_ranks()
             stats = self._accelerator.scaler.stats()
-            seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips + stats.outliers}
-            logs.update(seen)
-            state.log_history[-1].update(seen)
+            scaler_logs = {"loss_scale": stats.scale, "skipped_steps": stats.skips + stats.outliers}
+            logs.update(scaler_logs)
+            state.log_history[-1].update(scaler_logs)

@@ -59,7 +59,11 @@ class RegionOrderError(RuntimeError):
 
 
 class Entry:
-    """An open region: what entering it sets, and the state to restore."""
+    """An open region: what entering it sets, and the state to restore.
+
+    `ended`: the region is to be left as soon as nothing is open inside it. `counted`: torch's count of open regions
+    includes it. `failed`: an exception ended the region, perhaps before it came to every module.
+    """
 
     __slots__ = (
         "active", "begin_rules", "cache", "counted", "end_rules", "ended", "failed", "frame", "key", "mode",
@@ -84,48 +88,46 @@ class Entry:
         self.outer_mode = outer_mode = outer_mode if outer_mode is not None and outer_mode.open else None
         self.spec = spec
         self.frame = frame          # of the compiled graph that enters it; an exception may end that call
-        self.ended = False          # to be left as soon as nothing is open inside it
-        self.counted = False        # in torch's count of open regions
+        self.ended = self.counted = self.failed = False
         self.old_enabled = _is_enabled(device_type)
         self.old_dtype = _dtype_of(device_type)
         self.old_cache_flag = _cache_flag()
         self.old_mark = thread.mark
-
         # The cache: the user's, else the enclosing region's, else the thread's.
         capture = device_type == "cuda" and is_capturing()
         cache: WeightCache | RegionCache | None = None if capture else spec.cache
-        # The user's cache if this is the outermost region that has it: it is entered and left with this region.
+        # The user's cache is entered and left with the outermost region that has it.
         self.own_cache = None if cache is None or any(entry.cache is cache for entry in stack) else spec.cache
         if cache is None:
             cache = stack[-1].cache if stack else thread.cache
             if cache is None or cache.in_capture != capture:
                 cache = _new_cache(capture)
         self.cache = cache
-
         # The mode: the one that the cache had last, unless its policies, rules or record are others.
         mode = cache.latest
         if (
-            mode is None or outer_mode is not None
+            mode is None
+            or outer_mode is not None
             or mode.policy is not (spec.policy or NAMED_POLICIES["default", device_type])
-            or mode.changes != register_changes() or mode.record is not None or records or not spec.cache_enabled
+            or mode.changes != register_changes()
+            or mode.record is not None
+            or records
+            or not spec.cache_enabled
         ):
             mode = _mode(outer_mode, device_type, spec.policy, cache if spec.cache_enabled else None)
         self.mode = mode
-
         self.key = key = mode.key
         self.was_included = is_included(key)
         self.was_excluded = is_excluded(key)    # inside a disabled region, or inside an operator
+        outer_key = None if outer_mode is None else outer_mode.key
         # The enclosing region's key, where it is another one and would cast too.
-        self.muted_key = None
-        if outer_mode is not None and outer_mode.key is not key and not is_excluded(outer_mode.key):
-            self.muted_key = outer_mode.key
-        self.failed = False         # an exception ended the region, perhaps before it came to every module
+        self.muted_key = None if outer_key is None or outer_key is key or is_excluded(outer_key) else outer_key
         self.end_rules: Callable[[bool], None] | None = None    # called with `failed`; set by `begin_rules`
-        active = spec.enabled or recomputes
-        has_rules = active and mode.has_module_rules and bool(dict(mode.policies)[device_type].modules)
+        enabled = spec.enabled or recomputes
+        has_rules = enabled and mode.has_module_rules and bool(dict(mode.policies)[device_type].modules)
         self.begin_rules = begin_rules if has_rules else None
-        # Whether operators reach the mode: also where a region of another device type is open around a disabled one.
-        self.active = active or (
+        # Whether operators reach the mode: also if this region is disabled inside one of another device type.
+        self.active = enabled or (
             mode.policy is None and any(_is_enabled(other) for other, _ in mode.policies if other != device_type)
         )
 

@@ -1,4 +1,4 @@
-"""What each test of regions starts from, and may not leave behind; `tests/conftest.py` has torch's own state."""
+"""State of each test of regions: no compiled code at the start, nothing left at the end. See `tests/conftest.py` too."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def _nothing_left_behind() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:      # importing it takes seconds
         torch._dynamo.reset()
     yield
-    assert not any(torch.is_autocast_enabled(device) for device in torch._C._autocast_supported_devices())
+    assert [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)] == []
     assert (thread.regions, thread.modules, thread.module_lookup, thread.mark) == ([], [], None, ())
     assert not hooked._global_forward_pre_hooks
     assert not hooked._global_forward_hooks

@@ -1,4 +1,4 @@
-"""The region itself: arguments, state, nesting, and what is put back."""
+"""`autocast`: its arguments, defaults, errors and warnings."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.helpers.regions import BF16, FP16, FP32, FP64, both, like_torch, on_f
     ("cpu:x", RuntimeError, "(?i)device string|expected one of"),
     ("meta", RuntimeError, "has no autocast|unsupported"),
 ], ids=str)
-def test_device_that_is_refused(region, device, error, message):
+def test_devices_that_are_refused(region, device, error, message):
     """Whether a dtype is given or not."""
     for dtype in (None, BF16):
         with pytest.raises(error, match=message):
@@ -26,7 +26,7 @@ def test_device_that_is_refused(region, device, error, message):
 
 @both
 def test_dtypes_and_devices(region):
-    """bfloat16 on the CPU and float16 on CUDA unless another is given; an index is taken."""
+    """The defaults are bfloat16 on the CPU and float16 on CUDA; a device may have an index."""
     with region("cpu") as made:
         assert made.fast_dtype is torch.get_autocast_dtype("cpu") is product() is BF16
     with region("cpu", FP16):
@@ -51,7 +51,7 @@ def test_dtypes_and_devices(region):
     pytest.param("cuda", None, "CUDA is not available", marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="about machines without CUDA")),
 ])
-def test_what_is_not_there_disables(region, device, dtype, message):
+def test_a_device_or_dtype_that_is_not_available_disables(region, device, dtype, message):
     """A UserWarning at the caller, and the region is disabled; silent with enabled=False."""
     with pytest.warns(UserWarning, match=message) as caught:
         made = region(device, dtype)
@@ -101,8 +101,8 @@ def test_cuda_region_in_float64():
 
 def test_dtypes_and_policies_by_name_are_the_objects():
     """A named policy is one object, so that entering such a region again finds the mode that it had."""
-    named, given = autocast("cpu", "float16", policy="torch"), autocast("cpu", FP16, policy=Policy.torch("cpu"))
-    assert (named.fast_dtype, named.spec.policy, repr(named)) == (given.fast_dtype, given.spec.policy, repr(given))
+    named, plain = autocast("cpu", "float16", policy="torch"), autocast("cpu", FP16, policy=Policy.torch("cpu"))
+    assert (named.fast_dtype, named.spec.policy, repr(named)) == (plain.fast_dtype, plain.spec.policy, repr(plain))
     assert named.spec.policy is autocast("cpu", policy="torch").spec.policy
     assert torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(lambda x: x @ x)(x), backend="eager")(
         torch.ones(2, 2)).dtype is FP16

@@ -180,7 +180,7 @@ def test_the_graph_that_a_compiler_gets_is_that_of_torch_amp(dtype: torch.dtype)
     assert traced(lambda: autocast("cpu", dtype, policy=Policy.torch("cpu"))) == wanted
 
 
-def test_the_cache_on_disk_is_told_the_policy_in_full() -> None:
+def test_the_cache_on_disk_is_keyed_by_the_whole_policy() -> None:
     tags = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -264,7 +264,7 @@ def test_the_backward_of_what_runs_in_float32_is_computed_in_float32(
 
     wanted = gradients(lambda call: call)
     got = gradients(functools.partial(torch.compile, backend="aot_eager"))
-    assert all(map(torch.equal, got, wanted))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
 def test_a_backward_that_fits_float32_does_not_overflow_in_compiled_code() -> None:
@@ -273,23 +273,23 @@ def test_a_backward_that_fits_float32_does_not_overflow_in_compiled_code() -> No
     with autocast("cpu", FP16, policy=TORCH.for_modules(net, {"1": "float32"})):
         output = compiled(x)
     assert output.dtype is FP32
-    found = torch.autograd.grad(output.sum() * 2.0**18, [*net[1].parameters()])
-    assert all(gradient.isfinite().all() for gradient in found)
-    assert max(gradient.abs().max() for gradient in found) > torch.finfo(FP16).max
+    gradients = torch.autograd.grad(output.sum() * 2.0**18, [*net[1].parameters()])
+    largest = max(gradient.abs().max().item() for gradient in gradients)
+    assert torch.finfo(FP16).max < largest < torch.inf
 
 
 @pytest.mark.parametrize("option", ["same_as_forward", [{"device_type": "cpu"}]])
 def test_torchs_option_for_backward_holds_where_it_is_given(option: Any) -> None:
     """As a list, which says that backward is called in a region; and torch's default where no region of ours is."""
     net, x = Rounded(lambda: torch.autocast("cpu", enabled=False)), torch.randn(4, 8)
-    found = []
+    gradients = []
     for region in (torch.autocast("cpu"), autocast("cpu"), torch.autocast("cpu")):
         torch._dynamo.reset()
         with functorch_config.patch(backward_pass_autocast=option), region:
             output = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
-        found.append(torch.autograd.grad(output.float().square().sum(), net.middle.weight)[0])
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[0], found[1]) is (option != "same_as_forward")
+        gradients.append(torch.autograd.grad(output.float().square().sum(), net.middle.weight)[0])
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[0], gradients[1]) is (option != "same_as_forward")
 
 
 # Module rules in compiled code: they hold where they hold in eager code
@@ -303,8 +303,8 @@ def test_modules_compiled_one_by_one_in_a_region_with_module_rules() -> None:
         module.compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
         with autocast("cpu", policy=policy):
-            found = [module(x, more={"x": x})[0].dtype for module in net]
-        assert found == [BF16, FP32, BF16, FP16]
+            dtypes = [module(x, more={"x": x})[0].dtype for module in net]
+        assert dtypes == [BF16, FP32, BF16, FP16]
         with autocast("cpu", policy=TORCH):
             assert {module(x, more={"x": x})[0].dtype for module in net} == {BF16}
 
@@ -391,7 +391,7 @@ def test_module_rules_hold_in_compiled_code_where_they_hold_in_eager_code(rules:
     assert_same(got, wanted[: len(got)])
 
 
-def test_a_module_that_raises_in_compiled_code_takes_its_region_along() -> None:
+def test_a_module_that_raises_in_compiled_code_leaves_its_region() -> None:
     class Raises(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise LookupError
@@ -485,4 +485,4 @@ def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: tor
     for region in (torch.autocast("cpu"), autocast("cpu", policy=named), autocast("cpu", policy=Policy.torch("cpu"))):
         with region:
             results.append(torch.func.grad(lambda x: function(x).sum())(x))
-    assert all(torch.equal(result, results[0]) for result in results[1:])
+    torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=0)

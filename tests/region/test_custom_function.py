@@ -1,4 +1,4 @@
-"""Where backward looks for its state: in the region of its caller, under custom_fwd and custom_bwd in the forward's."""
+"""The autocast state of backward: that of its caller, and under `custom_fwd` and `custom_bwd` that of the forward."""
 
 import contextlib
 import threading
@@ -43,15 +43,15 @@ def test_backward_sees_the_state_of_its_caller(region, forward, backward, expect
 def test_float32_forward_and_backward_in_a_region():
     """float32 in dtype, low in accuracy. Backward's own products are cast, as with torch.amp: call backward outside."""
     model, x = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)), torch.randn(8, 16)
-    found = []
+    gradients = []
     for region in (contextlib.nullcontext(), torch.autocast("cpu"), like_torch()):
         loss = F.mse_loss(model(x), torch.zeros(8, 4))
         with region:
-            found.append(torch.autograd.grad(loss, list(model.parameters())))
-    exact, theirs, ours = found
-    assert all(g.dtype is FP32 for g in ours)
-    assert all(map(torch.equal, theirs, ours))
-    assert not all(map(torch.equal, exact, ours))
+            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    exact, theirs, ours = gradients
+    assert {gradient.dtype for gradient in ours} == {FP32}
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert False in [torch.equal(gradient, exactly) for gradient, exactly in zip(ours, exact, strict=True)]
 
 
 @pytest.mark.gpu
@@ -237,10 +237,10 @@ def test_compiled(inside, rules, backend):
         return ambient.apply(a, b), half.apply(a, b, 2.0, {"names": ["a"], "tensor": b})
 
     def run(compile):
-        found = (compile(region(products)) if inside else region(compile(products)))(a, b)
-        return *found, *torch.autograd.grad(sum(y.float().square().sum() for y in found), (a, b))
+        outputs = (compile(region(products)) if inside else region(compile(products)))(a, b)
+        return *outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), (a, b))
 
     wanted = run(lambda function: function)
     got = run(lambda function: torch.compile(function, backend=backend, fullgraph=True))
     assert [y.dtype for y in got[:2]] == [FP32 if rules == "keep" else BF16, FP16]
-    assert all(map(torch.equal, got, wanted))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)

@@ -74,7 +74,7 @@ def test_a_region_around_export_is_recorded() -> None:
 
 
 def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
-    """The look-up that the mode goes before stays what it was where no region is open, or in a disabled region."""
+    """Outside regions and in disabled ones, `make_fx` records the operators that it records without ampkit."""
     weight, x = torch.randn(8, 4), torch.randn(3, 8)
 
     def disabled_region(x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("policy", [TORCH, None, TORCH.with_rules({"aten::softmax.int": Rule.FLOAT32})], ids=str)
 def test_a_scripted_function_obeys_the_region(policy: Policy | None) -> None:
-    """Also after the executor has specialised it, and outside again."""
+    """Also after the executor has specialized it, and outside again."""
     scripted, x, w = torch.jit.script(product), torch.randn(3, 4), torch.randn(4, 4)
     for _ in range(4):
         with autocast("cpu", policy=policy):

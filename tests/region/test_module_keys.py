@@ -1,4 +1,4 @@
-"""Keys of module rules: what they match, what is refused, how they are written down and read."""
+"""Keys of module rules: which modules they match, which keys are refused, and how policies with rules are saved."""
 
 import copy
 import itertools
@@ -47,7 +47,7 @@ def test_rules_that_are_refused(modules, error, message):
     model = Model()
     with pytest.raises(error, match=message):
         rules(model, modules)
-    assert not any(module._forward_pre_hooks_with_kwargs for module in model.modules())
+    assert [name for name, module in model.named_modules() if module._forward_pre_hooks_with_kwargs] == []
 
 
 RULES = {"*": FP32, "h*": BF16, "head": FP16}

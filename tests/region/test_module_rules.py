@@ -1,4 +1,4 @@
-"""Rules for modules in regions: which modules follow them, what beats what, and what is around or inside them."""
+"""Rules for modules in regions: which modules follow them, which rule wins, and regions around and inside them."""
 
 import contextlib
 import copy
@@ -39,8 +39,7 @@ def test_what_beats_what():
     model = Model()
     model.head = Special(4, 4)
     policy = rules(model, {nn.Linear: FP32, Special: FP16, "blocks.*.attn": FP16, model.blocks[0].attn: BF16})
-    found = dtypes(model, policy)
-    assert found == only(*ALL) | {"head": FP16, "blocks.0.attn": BF16, "blocks.1.attn": FP16}
+    assert dtypes(model, policy) == only(*ALL) | {"head": FP16, "blocks.0.attn": BF16, "blocks.1.attn": FP16}
 
 
 LOWERS, WIDENS = Policy.default("cpu"), Policy.default("cpu").with_rules({"aten::linear": "float32"})
@@ -60,15 +59,15 @@ def test_float32_computes_all_of_a_module_in_float32():
     """Its inputs are cast, by position, by name and in containers; autocast is off inside."""
     class Squares(nn.Module):
         def forward(self, x, *, more, skip=None):
-            found.update(x=x * x, more=more["h"][0] * 2, mm=x @ x, skip=skip, on=torch.is_autocast_enabled("cpu"))
+            seen.update(x=x * x, more=more["h"][0] * 2, mm=x @ x, skip=skip, on=torch.is_autocast_enabled("cpu"))
             return x
 
-    found, net, half = {}, nn.Sequential(Squares()), torch.ones(2, 2, dtype=BF16)
+    seen, net, half = {}, nn.Sequential(Squares()), torch.ones(2, 2, dtype=BF16)
     with autocast("cpu", policy=rules(net, {"0": FP32})):
         net[0](half, more={"h": [half.half()]}, skip=half.double())
         assert (half @ half).dtype is BF16
-    assert [found[name].dtype for name in ("x", "more", "mm", "skip")] == [FP32, FP32, FP32, torch.float64]
-    assert found["on"] is False
+    assert [seen[name].dtype for name in ("x", "more", "mm", "skip")] == [FP32, FP32, FP32, torch.float64]
+    assert seen["on"] is False
 
 
 class Recursive(nn.Linear):

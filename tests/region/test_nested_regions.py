@@ -1,4 +1,4 @@
-"""Regions entered, nested, left and left wrongly."""
+"""Regions inside regions, and the errors where regions are left in the wrong order or thread."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -202,7 +202,7 @@ def test_left_twice_or_in_another_thread():
         region.__exit__(None, None, None)
 
 
-def test_generator_that_yields_inside_a_region_is_told():
+def test_a_generator_that_yields_inside_a_region_raises():
     """torch.amp says nothing and leaves the caller in the generator's region."""
     def leaks():
         with autocast("cpu"):
@@ -215,7 +215,7 @@ def test_generator_that_yields_inside_a_region_is_told():
             generator.close()
 
 
-def test_second_copy_of_ampkit_is_told():
+def test_a_second_copy_of_ampkit_raises():
     with autocast("cpu"):
         pass
     with pytest.raises(RuntimeError, match="another copy of ampkit"):

@@ -1,4 +1,4 @@
-"""Regions and threads: each has its own; work handed to other threads takes its region along where one asks for it."""
+"""Regions and threads: each thread has its own regions, also replicas, first regions and threads that end in one."""
 
 import contextlib
 import gc
@@ -117,7 +117,7 @@ def test_first_regions_of_a_process_in_several_threads():
 def test_threads_that_end_inside_a_region_leave_nothing_behind():
     layer = nn.Linear(8, 8)
     rules = Policy.default("cpu").for_modules(layer, {nn.Linear: torch.float32})
-    before = [found for found in gc.get_objects() if type(found) is Entry]    # of tests whose exceptions are kept
+    before = [entry for entry in gc.get_objects() if type(entry) is Entry]    # of tests whose exceptions are kept
 
     def call():
         for policy in (None, rules):
@@ -129,9 +129,9 @@ def test_threads_that_end_inside_a_region_leave_nothing_behind():
         thread.start()
         thread.join()
     gc.collect()
-    assert [found for found in gc.get_objects() if type(found) is Entry] == before
-    assert not list(module_hooks._open)
-    with autocast("cpu", policy=rules):     # the next one takes away the hooks that they left
+    assert [entry for entry in gc.get_objects() if type(entry) is Entry] == before
+    assert list(module_hooks._open) == []
+    with autocast("cpu", policy=rules):     # the next region removes the hooks that they left
         pass
 
 

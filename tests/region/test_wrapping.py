@@ -1,4 +1,4 @@
-"""wrap_forward: modules that one cannot edit."""
+"""`wrap_forward` and `unwrap_forward`: regions around the forward of modules that one cannot edit."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ def test_forward_runs_inside_and_its_caller_outside():
     assert product() is FP32
 
 
-def test_it_is_still_the_module_it_was():
+def test_a_wrapped_module_keeps_class_name_state_and_docs():
     plain, model = nn.Linear(4, 4), wrap_forward(nn.Linear(4, 4), "cpu")
     assert isinstance(model, nn.Linear)
     assert type(model).__name__ == "Linear"
@@ -59,7 +59,7 @@ def test_lazy_module_stays_wrapped_when_it_has_its_weights():
     assert pickle.loads(pickle.dumps(model))(X).dtype is BF16
 
 
-def test_forward_that_the_class_does_not_know():
+def test_a_forward_of_the_module_itself_is_refused():
     model = nn.Linear(4, 4)
     model.forward = lambda x: x
     with pytest.raises(RuntimeError, match=r"given a forward of its own.*module.forward = autocast"):

@@ -1,4 +1,4 @@
-"""What the integrations share, and the precision plugins of Lightning and of Fabric."""
+"""The base class of the precision plugins for Lightning and Fabric, and the check of a scaler in all integrations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ampkit.region.autocast import autocast
 from ampkit.scaler.grad_scaler import GradScaler
 
 
-def checked(scaler: GradScaler | None) -> GradScaler | None:
-    """The scaler that was given; raises `TypeError` for one of torch's."""
+def checked_scaler(scaler: GradScaler | None) -> GradScaler | None:
+    """Return `scaler`; raise `TypeError` if it is not an `ampkit.GradScaler`."""
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}; expected an ampkit.GradScaler")
     return scaler
 
 
-class OwnRegions:
-    """What makes a plugin for mixed precision one with ampkit's regions and scaler: to be inherited from before it."""
+class PrecisionPlugin:
+    """Base class, before a library's `MixedPrecision`, that gives it ampkit's regions and scaler."""
 
     device: Any
     precision: Any
@@ -36,17 +36,17 @@ class OwnRegions:
         policy: Policy | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
-        kind = device.partition(":")[0]
-        if not getattr(getattr(torch, kind, None), "is_available", lambda: True)():
+        device_type = device.partition(":")[0]
+        if not getattr(getattr(torch, device_type, None), "is_available", lambda: True)():
             raise RuntimeError(
                 f"device is {device!r}, which this machine does not have: nothing would be cast. Pass the device "
-                f"that it trains on, as 'cpu'"
+                f"that it trains on, such as 'cpu'"
             )
-        self.policy = None if policy is None else named_policy(policy, kind)
+        self.policy = None if policy is None else named_policy(policy, device_type)
         self.cache = cache
-        scaler = GradScaler(device) if precision == "16-mixed" and scaler is None else checked(scaler)
+        scaler = GradScaler(device) if precision == "16-mixed" and scaler is None else checked_scaler(scaler)
         super().__init__(precision, device, scaler if precision == "16-mixed" else None)  # type: ignore[call-arg]
-        self.scaler = scaler    # which the libraries' own plugins refuse in bfloat16
+        self.scaler = scaler    # not passed above: the libraries' plugins refuse a scaler in bfloat16
 
     def region(self) -> autocast:
         """A region with the plugin's settings."""
