@@ -82,7 +82,7 @@ def _wrapped_again(
     return module
 
 
-class _Region(NamedTuple):
+class _RegionWrapper(NamedTuple):
     """The wrapper of `wrap_forward`: the arguments of its region."""
 
     args: tuple[Any, ...]
@@ -102,7 +102,7 @@ class _Region(NamedTuple):
         return with_cast_outputs
 
 
-class _Wrapped(WrappedForward):
+class _WrappedInRegion(WrappedForward):
     """Modules under `wrap_forward`."""
 
 
@@ -148,7 +148,7 @@ def wrap_forward(
             f"cast_outputs is {outputs!r}; expected a torch.dtype such as torch.float32, its name, or None"
         )
     cls = type(module)
-    if isinstance(module, _Wrapped):
+    if isinstance(module, _WrappedInRegion):
         raise RuntimeError(f"this {cls.__name__} is wrapped already; a second region would only repeat the first")
     if is_scripted(module):
         raise RuntimeError(
@@ -161,7 +161,7 @@ def wrap_forward(
             "module.forward = autocast(...)(module.forward)"
         )
     args = device_type, dtype, enabled, cache_enabled
-    _Wrapped.put_around(module, _Region(args, {"policy": policy, "cache": cache}, outputs))
+    _WrappedInRegion.put_around(module, _RegionWrapper(args, {"policy": policy, "cache": cache}, outputs))
     return module
 
 
@@ -181,9 +181,9 @@ def unwrap_forward(module: M) -> M:
     if not isinstance(module, Module):
         raise TypeError(f"unwrap_forward takes an nn.Module, got {type(module).__name__}")
     cls = type(module)
-    if not isinstance(module, _Wrapped):
+    if not isinstance(module, _WrappedInRegion):
         raise RuntimeError(f"this {cls.__name__} is not under wrap_forward: there is nothing to undo")
-    if _Wrapped not in cls.__bases__:
+    if _WrappedInRegion not in cls.__bases__:
         raise RuntimeError(f"the forward of this {cls.__name__} was wrapped by something else after wrap_forward")
-    object.__setattr__(module, "__class__", module._ampkit_wrappers[_Wrapped][0])
+    object.__setattr__(module, "__class__", module._ampkit_wrappers[_WrappedInRegion][0])
     return module

@@ -1,4 +1,4 @@
-"""State of each test of regions: no compiled code at the start, nothing left at the end. See `tests/conftest.py` too."""
+"""State of each test of regions: no compiled code at the start, none left at the end. See `tests/conftest.py` too."""
 
 import sys
 from collections.abc import Iterator
