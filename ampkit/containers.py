@@ -20,21 +20,21 @@ from ampkit.dtypes import REAL_FLOATS
 _COMMON_LEAVES = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 
-def cast_tree(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every real floating-point tensor in `value` to `dtype`, recorded by autograd. Never synchronizes.
+def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast every real floating-point tensor in `tree` to `dtype`, recorded by autograd. Never synchronizes.
 
-    An object of another class that has a `to` method, such as a batch class of the user, is cast by `value.to(dtype)`,
+    An object of another class that has a `to` method, such as a batch class of the user, is cast by its `to(dtype)`,
     as in Apex; modules and all other objects are returned unchanged.
 
     >>> cast_tree({"x": [torch.ones(1)], "ids": torch.ones(1, dtype=torch.int64)}, torch.float16)
     {'x': [tensor([1.], dtype=torch.float16)], 'ids': tensor([1])}
     """
 
-    def other(item: Any) -> Any:
+    def cast_other(item: Any) -> Any:
         convert = getattr(item, "to", None)
         return convert(dtype) if callable(convert) and not isinstance(item, Module | type) else item
 
-    return map_tensors(value, lambda tensor: cast(tensor, dtype), other)
+    return map_tensors(tree, lambda tensor: cast(tensor, dtype), cast_other)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,32 +43,32 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def map_tensors(
-    value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda item: item
+    tree: Any, function: Callable[[Tensor], Tensor], other_leaf: Callable[[Any], Any] = lambda item: item
 ) -> Any:
-    """Apply `function` to the tensors in `value`, and `other` to every other leaf."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, _COMMON_LEAVES):       # to skip the checks below
-        return other(value)
-    if isinstance(value, list | tuple):
-        items = [map_tensors(item, function, other) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        changed = {key: map_tensors(item, function, other) for key, item in value.items()}
-        changed = {key: item for key, item in changed.items() if item is not value[key]}
-        return _with_items(value, changed) if changed else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    """Apply `function` to the tensors in `tree`, and `other_leaf` to all other leaves."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, _COMMON_LEAVES):       # to skip the checks below
+        return other_leaf(tree)
+    if isinstance(tree, list | tuple):
+        items = [map_tensors(item, function, other_leaf) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        changed = {key: map_tensors(item, function, other_leaf) for key, item in tree.items()}
+        changed = {key: item for key, item in changed.items() if item is not tree[key]}
+        return _with_items(tree, changed) if changed else tree
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if hasattr(value, field.name)
+            field.name: getattr(tree, field.name)
+            for field in dataclasses.fields(tree)
+            if hasattr(tree, field.name)
         }
-        changed = {name: map_tensors(item, function, other) for name, item in fields.items()}
+        changed = {name: map_tensors(item, function, other_leaf) for name, item in fields.items()}
         changed = {name: item for name, item in changed.items() if item is not fields[name]}
-        return _with_fields(value, changed) if changed else value
-    return other(value)
+        return _with_fields(tree, changed) if changed else tree
+    return other_leaf(tree)
 
 
 def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
