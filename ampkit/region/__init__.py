@@ -11,10 +11,14 @@
 4. `autocast.__exit__`: `pop` in `stack`, and `Entry.leave`, which restores the state. If an interrupt cut an enter or a
    leave short, the next region that is entered or left in the thread completes it.
 
-**Compiled.** While Dynamo traces, `autocast.__enter__` and `__exit__` call `enter_in_trace` and `leave_in_trace` in
-`traced` instead, and the hooks of step 3 call `before_forward_in_trace` and `after_forward_in_trace`. These put calls
-of `enter_region` and `leave_region` into the graph, which push and leave the region whenever the graph runs. `traced`
-says why. The rest is as in eager code.
+**Compiled.** Operators are cast as in eager code. These places differ (docs/compile.md has the effects):
+
+- Entering and leaving: while Dynamo traces, `autocast.__enter__` and `__exit__` call `enter_in_trace` and
+  `leave_in_trace` in `traced`, and the hooks of step 3 `before_forward_in_trace` and `after_forward_in_trace`. These
+  put calls of `enter_region` and `leave_region` into the graph, which push and leave the region as the graph runs.
+- Guards: `engine.policy_mark` makes Dynamo compile again under another policy, and traces backward without autocast.
+- Weights: their casts are part of the graph; `engine.weight_cache` returns and keeps none while tracing.
+- Export: `engine.registration` has pre-dispatch tracing record the casts (`_go_before_tracer`).
 
 **Other ways in.** `decorate` has functions, generators and coroutines; `forward_wrapper` (`wrap_forward`) the forward
 of a module; `custom_function` (`custom_fwd`, `custom_bwd`) autograd functions. A checkpoint's recompute enters by

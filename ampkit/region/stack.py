@@ -215,8 +215,7 @@ def push(
 
     Args:
         spec: the region.
-        begin_rules: called last if the region's policy has rules for modules; None: the region's modules follow the
-            rules of the region around it.
+        begin_rules: called last if the region's policy has rules for modules.
         frame: the frame of the compiled graph that enters the region, if one does.
         recomputes: operators reach the region even if autocast is off in it, because torch's checkpoint turns autocast
             on afterwards where it was on in the forward.
@@ -258,15 +257,10 @@ def push(
 def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
     """Leave a region, and the regions of modules inside it.
 
-    Args:
-        spec: the region, the object that `push` got.
-        exc_type: the type of the exception that ends the region. An exception also ends all regions inside, and then
-            this function raises nothing: a signal handler may have raised it while one of those was being left.
-            `GeneratorExit` and `CancelledError` do not come from signal handlers. They end generators and tasks, while
-            regions that other code opened may be inside.
-
-    Raises:
-        RegionOrderError: the region is not open, or not the innermost.
+    Raises `RegionOrderError` if the region is not open, or not the innermost. If an exception of type `exc_type` ends
+    the region, it ends all regions inside too, and nothing is raised: a signal handler may have raised it while one of
+    those was being left. `GeneratorExit` and `CancelledError` do not come from signal handlers; they end generators and
+    tasks, and other code may have opened the regions inside.
     """
     stack = thread.regions
     if stack and stack[-1].spec is spec and not stack[-1].ended:        # the usual case

@@ -53,16 +53,10 @@ from ampkit.torch_internals.modules import EAGER, TRACED, has_hooks, put_hooks, 
 def enter_region(
     device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, policy_text: str | None, changes: int
 ) -> None:
-    """Enter a region. A graph calls this, and Dynamo when it traces `enter_by_constants`.
+    """Enter the region that these constants describe. A graph calls this, and Dynamo as it traces `enter_by_constants`.
 
-    Args:
-        device_type: of the region.
-        dtype: of the region.
-        enabled: of the region.
-        cache_enabled: of the region.
-        policy_text: a `Policy.text`; None: the enclosing region's policy.
-        changes: the number of `register_op` calls so far, a constant in the graph, so that Dynamo traces again after
-            another call.
+    `policy_text` is a `Policy.text`; None means the enclosing region's policy. `changes` is the number of `register_op`
+    calls so far: since the graph has it as a constant, Dynamo traces again after another call.
     """
     stack = thread.regions
     leave_ended(stack)
@@ -109,8 +103,7 @@ def _spec_of(
 
 
 # The regions that the trace has entered, as (None, 1), and the bound modules that it is in, with the number of regions
-# that their rules have entered. Dynamo runs no hooks after a module that raises: its item is dropped with the one
-# around it.
+# that their rules have entered. Dynamo runs no hooks after a module that raises: its item goes with the one around it.
 _entered: list[tuple[Module | None, int]] = []
 
 
