@@ -58,6 +58,7 @@ def custom_fwd(
 
     Raises:
         ValueError: `device_type` is not a string.
+        RuntimeError: the device has no autocast.
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
@@ -102,6 +103,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     Raises:
         AttributeError: in backward, if `forward`, or `setup_context` if there is one, has no `custom_fwd`.
         ValueError: `device_type` is not a string.
+        RuntimeError: the device has no autocast.
     """
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
