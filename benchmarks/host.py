@@ -42,12 +42,12 @@ def nothing(*_: Any, **__: Any) -> None:
 @contextlib.contextmanager
 def without_launches(norms: list[Tensor]) -> Iterator[None]:
     """Replace the launches of both sides; `norms` is the result of torch's norm of a list."""
-    from ampkit_kernels import dispatch, triton_ops
+    from ampkit_kernels import implementation, triton_ops
     from ampkit_kernels.triton_ops.unscale import unscale_kernel
 
     stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
         *((torch, name, nothing) for name in _IN_PLACE), (torch, "_foreach_norm", lambda *_, **__: norms),
-        (type(unscale_kernel), "__getitem__", lambda *_: nothing), (dispatch, "why_not_triton", nothing),
+        (type(unscale_kernel), "__getitem__", lambda *_: nothing), (implementation, "why_not_triton", nothing),
         (ampkit_kernels, "backend", lambda _: triton_ops),
     ]
     with contextlib.ExitStack() as stack:

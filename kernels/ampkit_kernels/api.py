@@ -1,7 +1,7 @@
-"""The public operations: validate, choose an implementation, call it.
+"""The public operations: each validates its arguments, chooses an implementation and calls it.
 
-Each function's contract is written here; the kernels' own are in the modules of `triton_ops`. A `FlatList` goes to the
-kernels unchecked, and so do the scalars beside it, which must be as documented.
+The contract of a function is its docstring here; the contracts of kernels are in the modules of `triton_ops`. The
+tensors of a `FlatList` are not checked again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .dispatch import select
 from .float8_scaling import Quantized, Scaling
+from .implementation import select
 from .rounding import REMAINDER
 from .step_cache import StepCache
-from .tensors import (
+from .tensor_lists import (
     check_one_device,
     check_parallel,
     check_resolved,
@@ -29,17 +29,22 @@ from .tensors import (
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
     """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
 
-    A value counts as non-finite when it comes in as inf or NaN, or when the multiplication makes it so
-    (possible only for `inv_scale` above 1, a loss scale below 1). `found_inf` is never cleared. Gradients
-    may be float32, float16, bfloat16, float64, complex (as their real views) or sparse COO (their stored
-    values), contiguous or not; expanded ones are multiplied once. `inv_scale` and `found_inf` are one
-    float32 element each, on the gradients' device. Never synchronises. Moves 8 bytes per float32 element.
+    A value counts as non-finite when it comes in as inf or NaN, or when the multiplication makes it inf, which takes an
+    `inv_scale` above 1 (a loss scale below 1). The gradients are multiplied either way. Follows torch's operator
+    `_amp_foreach_non_finite_check_and_unscale_`, and like it leaves version counters alone. Never synchronizes. Moves
+    8 bytes per float32 element.
 
-    Follows torch's `_amp_foreach_non_finite_check_and_unscale_`.
+    Args:
+        grads: tensors of any shapes on one device: float32, float16, bfloat16, float64, complex (taken as real views)
+            or sparse COO (their stored values); contiguous or not. Each stored element of an expanded tensor is
+            multiplied once. May be empty.
+        inv_scale: the factor: one float32 element on the gradients' device.
+        found_inf: the flag: one float32 element on the gradients' device. Set to 1.0 or left as it is, never cleared.
+        impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        TypeError: integer tensors and DTensors.
-        ValueError: mixed devices, or tensors whose elements overlap.
+        TypeError: tensors of other dtypes or layouts, and DTensors.
+        ValueError: several devices, tensors whose elements overlap, or a scalar that is not one float32 element.
 
     >>> import torch
     >>> grads, found_inf = [torch.tensor([2.0, 4.0])], torch.zeros(())
@@ -60,15 +65,27 @@ def norm_and_check(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """The norm of all gradients times `inv_scale`, as one vector; gradients are only read.
+    """Return the norm of all gradients times `inv_scale`, as of one vector, and set `found_inf` as `unscale_` would.
 
-    Returns a 0-d tensor on the gradients' device: float64 when any gradient is float64 or complex128, else
-    float32. `found_inf` is set to 1.0 exactly as `unscale_` would set it: a finite gradient whose squares
-    overflow sets nothing. Where those of gradients times `inv_scale` overflow float32 the CPU path adds
-    them up again in float64, others return inf. The same list on the same device gives the same bits every
-    time, captured in a CUDA graph or not. An empty list has norm 0. Triton computes orders 1, 2 and inf,
-    PyTorch any. Never synchronises. Moves 4 bytes per float32 element; on a GPU without Triton 16, by way of
-    copies in float32, 64 MiB or one gradient at a time.
+    Gradients are only read. A finite gradient whose powers overflow sets no flag. Where powers of gradients times
+    `inv_scale` overflow float32, the CPU path adds them up again in float64; other paths return inf. The same list on
+    the same device gives the same bits every time, captured in a CUDA graph or not. Never synchronizes. Moves 4 bytes
+    per float32 element; on a GPU without Triton 16, through float32 copies of 64 MiB or one gradient at a time.
+
+    Args:
+        grads: tensors as `unscale_` takes them. Every repetition in an expanded tensor counts. May be empty.
+        inv_scale: the factor: one float32 element on the gradients' device.
+        found_inf: the flag: one float32 element on the gradients' device. Set to 1.0 or left as it is, never cleared.
+        norm_type: the order of the norm. Triton computes 1, 2 and inf; any other order goes to PyTorch.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Returns:
+        A 0-d tensor on the gradients' device: float64 if any gradient is float64 or complex128, else float32. inf or
+        NaN where a gradient holds one; 0 for an empty list.
+
+    Raises:
+        TypeError: tensors of other dtypes or layouts, and DTensors.
+        ValueError: several devices, or a scalar that is not one float32 element.
 
     >>> import torch
     >>> norm_and_check([torch.tensor([3.0]), torch.tensor([4.0])], torch.tensor(1.0), torch.zeros(()))
@@ -82,11 +99,21 @@ def norm_and_check(
 def multiply_(
     grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto"
 ) -> None:
-    """Multiply gradients by a factor that lives on their device; leave them alone where it is 1 or
-    `found_inf` is set.
+    """Multiply gradients in place by a factor on their device, unless it is 1 or `found_inf` is set.
 
-    The decision is taken on the device. `factor` is one float32 element, as `inv_scale * clip_coefficient`
-    is. Tensors as in `unscale_`. Never synchronises. Moves 8 bytes per float32 element, or none.
+    The device decides. inf and NaN are multiplied as any value; nothing is checked. Never synchronizes. Moves 8 bytes
+    per float32 element, or none.
+
+    Args:
+        grads: tensors as `unscale_` takes them. May be empty.
+        factor: one float32 element on the gradients' device, such as `inv_scale * clip_coefficient`.
+        found_inf: one float32 element on the gradients' device, only read; other than 0, nothing is multiplied. None:
+            always multiply.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Raises:
+        TypeError: tensors of other dtypes or layouts, and DTensors.
+        ValueError: several devices, tensors whose elements overlap, or a scalar that is not one float32 element.
 
     >>> import torch
     >>> grads = [torch.tensor([2.0])]
@@ -101,12 +128,19 @@ def multiply_(
 
 @torch.no_grad()
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: str = "auto") -> None:
-    """Copy each source into its destination, converting dtype: float32 masters to half copies, and back.
+    """Copy each source into its destination and convert its dtype: float32 masters to half copies, and back.
 
-    Any pair of float dtypes, rounded to nearest even. Never synchronises. Moves 6 bytes per float32-to-half
-    element.
+    Rounds to nearest, ties to even, float64 to 16 bits through float32 as PyTorch's copy does. inf and NaN stay;
+    numbers beyond the destination's range become inf. Never synchronizes. Moves 6 bytes per element from float32 to
+    float16.
+
+    Args:
+        sources: tensors as `unscale_` takes them; only read. May be empty.
+        destinations: as many tensors, of the same shapes, on the same device, of any such dtypes; overwritten.
+        impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
+        TypeError: tensors of other dtypes or layouts, and DTensors.
         ValueError: lengths, shapes or devices that differ.
 
     >>> import torch
@@ -132,16 +166,25 @@ def unscale_into_(
     accumulate: bool = False,
     impl: str = "auto",
 ) -> None:
-    """Write each source times `inv_scale` into its destination, or add it with `accumulate`; check on the way.
+    """Write each source times `inv_scale` into its destination, or add it there, and set `found_inf` as in `unscale_`.
 
-    Half gradients become unscaled float32 gradients of master weights. Any pair of float dtypes; the product
-    is taken in float32 (float64 if either tensor is float64) and rounded to the destination's dtype; a sum is
-    rounded once more. `found_inf` is set to 1.0 where a product is not finite, and never cleared. Sources
-    are only read, and share no memory with destinations. Never synchronises. Moves 6 bytes per float16
-    element, 10 with `accumulate`.
+    Half gradients become unscaled float32 gradients of master weights. The product is taken in float32 (float64 if
+    either tensor is float64) and rounded to the destination's dtype; a sum is rounded once more. Never synchronizes.
+    Moves 6 bytes per float16 element, 10 with `accumulate`.
+
+    Args:
+        sources: tensors as `unscale_` takes them; only read. May be empty.
+        destinations: as many tensors, of the same shapes, on the same device, of any such dtypes; overwritten. They
+            share no memory with the sources.
+        inv_scale: the factor: one float32 element on the tensors' device.
+        found_inf: the flag: one float32 element on the tensors' device. Set to 1.0 where a product is not finite, else
+            left as it is; sums are not checked.
+        accumulate: add the products to the destinations.
+        impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        ValueError: lengths, shapes or devices that differ.
+        TypeError: tensors of other dtypes or layouts, and DTensors.
+        ValueError: lengths, shapes or devices that differ, or a scalar that is not one float32 element.
 
     >>> import torch
     >>> gradient, found_inf = torch.zeros(2), torch.zeros(())
@@ -153,8 +196,8 @@ def unscale_into_(
     sources, destinations = strided_floats(resolved(sources), op), strided_floats(destinations, op)
     check_parallel(op, sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], op)
-    for name, value in (("inv_scale", inv_scale), ("found_inf", found_inf)):
-        check_scalar(name, value, sources, op)
+    check_scalar("inv_scale", inv_scale, sources, op)
+    check_scalar("found_inf", found_inf, sources, op)
     select(impl, inv_scale.device).unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
 
 
@@ -183,20 +226,46 @@ def adamw_(
     cache: StepCache | None = None,
     impl: str = "auto",
 ) -> None:
-    """One AdamW step over lists of tensors, from gradients that may still be scaled; gradients are only read.
+    """Take one AdamW step over lists of tensors, from gradients that may still be scaled.
 
-    Each gradient is multiplied by `multiplier` (say, `inv_scale * clip_coefficient`) and divided by `grad_scale` as it
-    is read; either may be None. Where `found_inf` is set nothing changes. `steps` are one float32 element per
-    parameter, counted up in place. `max_exp_avg_sqs` is read and written with `amsgrad` only, and may be empty
-    otherwise. `copies` receive the new parameters in their own dtype (float16 or bfloat16 weights for the next
-    forward). `lr` may be a one-element tensor on the device. `cache` keeps what kernels need for the next step.
-    Arithmetic is float32 (float64 for float64 parameters), rounded once per stored value. Never synchronises. Moves 28
+    AdamW is Loshchilov and Hutter's (https://arxiv.org/abs/1711.05101), its operations in the order of
+    `torch.optim.AdamW(foreach=False)`. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored
+    value. inf and NaN in gradients are stepped with unless `found_inf` says otherwise. Never synchronizes. Moves 28
     bytes per float32 element, 2 more with a half copy.
 
-    Moments may have another dtype than parameters, one for all of a parameter. With `streams`, one int64 element each,
-    bfloat16 parameters and moments are rounded at random; with `remainders`, held as float16 beside bfloat16 parameters
-    and in place of `copies`, both together are one float32 number, which is stepped: see `ampkit_kernels.rounding`.
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; operations in the order of `torch.optim.AdamW`.
+    Args:
+        params: parameters as `unscale_` takes tensors, on one device; updated in place. May be empty.
+        grads: one gradient per parameter, of its shape and any such dtype; only read.
+        exp_avgs, exp_avg_sqs: one first and one second moment per parameter, of its shape and of one dtype, which may
+            differ from the parameter's; updated in place.
+        max_exp_avg_sqs: one running maximum of the second moment per parameter, of its dtype; updated in place with
+            `amsgrad`. Otherwise not used, and may be empty.
+        steps: one float32 element per parameter, how many steps it has taken; counted up in place. For Triton on the
+            parameters' device.
+        lr: the learning rate: a number, or one element on the parameters' device.
+        beta1, beta2: decay rates of the moments.
+        eps: what is added to the denominator.
+        weight_decay: decoupled weight decay; each parameter shrinks by `lr * weight_decay` of itself.
+        amsgrad: divide by the running maximum of the second moment.
+        maximize: step up the gradient.
+        multiplier: each gradient is multiplied by this float32 element as it is read, say `inv_scale *
+            clip_coefficient`. None: 1.
+        grad_scale: each gradient is divided by this float32 element as it is read. None: 1.
+        found_inf: one float32 element; other than 0, nothing at all is written. None: always step.
+        copies: one tensor per parameter, float16 or bfloat16 weights for the next forward; receives the new parameter.
+        remainders: one float16 tensor per bfloat16 parameter, in place of `copies`; both together are one float32
+            number, which is stepped: see `ampkit_kernels.rounding`. Updated in place.
+        streams: one int64 element per parameter, from which its bfloat16 values and moments are rounded at random: see
+            `ampkit_kernels.rounding`. Advanced in place. None: round to nearest.
+        cache: keeps what kernels need for the next step over alike lists: one for each parameter group. Not used by
+            PyTorch's operators.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Raises:
+        TypeError: tensors of other dtypes or layouts, DTensors, moments of several dtypes, remainders beside parameters
+            that are not bfloat16.
+        ValueError: lengths, shapes or devices that differ, lazily negated or conjugated tensors other than gradients, a
+            scalar that is not one float32 element, streams that are not int64, or both copies and remainders.
 
     >>> import torch
     >>> p, g, m, v, step = (torch.ones(1), torch.ones(1), torch.zeros(1), torch.zeros(1), torch.zeros(()))
@@ -205,13 +274,13 @@ def adamw_(
     (tensor([0.9000]), tensor(1.))
     """
     op = "adamw_"
-    given = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    given |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders}
-    lists = _step_lists(op, given, streams, multiplier, grad_scale, found_inf)
+    by_name = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    by_name |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders}
+    lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
     if len(steps) != len(params):
         raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
-    for value in steps:
-        check_scalar("an element of steps", value, [], op)
+    for step in steps:
+        check_scalar("an element of steps", step, [], op)
     ops = select(impl, params[0].device) if params else reference
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
@@ -241,11 +310,28 @@ def sgd_(
     cache: StepCache | None = None,
     impl: str = "auto",
 ) -> None:
-    """One SGD step over lists of tensors, from gradients that may still be scaled; gradients are only read.
+    """Take one SGD step over lists of tensors, from gradients that may still be scaled.
 
-    `momentum_buffers` may be empty when `momentum` is 0; one that has not begun holds zeros. `multiplier`,
-    `grad_scale`, `found_inf`, `copies`, `remainders`, `streams`, `lr` and `cache` as in `adamw_`. Never synchronises.
-    Moves 20 bytes per float32 element with momentum, 12 without.
+    The operations and their order are those of `torch.optim.SGD(foreach=False)`, without dampening. Arithmetic, inf and
+    NaN as in `adamw_`. Never synchronizes. Moves 20 bytes per float32 element with momentum, 12 without.
+
+    Args:
+        params, grads: as in `adamw_`.
+        momentum_buffers: one buffer per parameter, of its shape and any float dtype, zeros before the first step;
+            updated in place. Not used where `momentum` is 0, and may then be empty.
+        lr: the learning rate: a number, or one element on the parameters' device.
+        momentum: decay rate of the momentum buffers; 0 for none.
+        weight_decay: L2 penalty; this times the parameter is added to the gradient.
+        nesterov: step by the gradient plus `momentum` times the new buffer.
+        maximize: step up the gradient.
+        multiplier, grad_scale, found_inf: one float32 element each, or None, as in `adamw_`.
+        copies, remainders, streams: one tensor per parameter each, or None, as in `adamw_`.
+        cache: as in `adamw_`.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Raises:
+        TypeError: as `adamw_`.
+        ValueError: as `adamw_`, and `nesterov` without momentum.
 
     >>> import torch
     >>> p, g = torch.ones(1), torch.full((1,), 4.0)
@@ -254,9 +340,9 @@ def sgd_(
     tensor([0.8000])
     """
     op = "sgd_"
-    given = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers if momentum != 0 else None}
-    given |= {"copies": copies, "remainders": remainders}
-    lists = _step_lists(op, given, streams, multiplier, grad_scale, found_inf)
+    by_name = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers if momentum != 0 else None}
+    by_name |= {"copies": copies, "remainders": remainders}
+    lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     ops = select(impl, params[0].device) if params else reference
@@ -270,12 +356,21 @@ def sgd_(
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None, *, impl: str = "auto"
 ) -> tuple[Quantized | None, Quantized | None]:
-    """`x` in FP8, and `x.T` in FP8, each by a scaling of its own; None for one that is not asked for.
+    """Convert a matrix to FP8 along its rows, along its columns, or both.
 
-    x: a matrix of float32, bfloat16 or float16, of any strides, not empty. A rowwise scale is one for each row of `x`,
-    or of `x.T`. No finite value is beyond FP8's range, and a group with an inf or a NaN has a NaN. Tensors that are
-    traced or distributed need "reference". Never synchronises. Moves 6 bytes per 16-bit element for both forms, 3 for
-    rows alone.
+    A scale is the largest FP8 number over the largest magnitude (at least 1e-12) of its group: the matrix, or a row of
+    what is converted. No finite value is beyond FP8's range, and a group that holds an inf or NaN gets a NaN. Never
+    synchronizes. Moves 6 bytes per 16-bit element for both forms, 3 for rows alone.
+
+    Args:
+        x: [rows, columns]: float32, bfloat16 or float16, of any strides, not empty; only read. Tensors that are traced
+            or distributed need `impl="reference"`.
+        along_rows: how `x` is converted. None: it is not.
+        along_columns: how `x.T` is converted; a rowwise scale belongs to a column of `x`. None: it is not.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Returns:
+        `x` and `x.T` in FP8, each None where it was not asked for.
 
     Raises:
         ValueError: anything but such a matrix.
@@ -293,28 +388,28 @@ def quantize(
 
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:
-    """The list as strided real floats, after checking its devices and the scalars."""
+    """The gradients as strided real floats, after checks of their devices and of the scalars."""
     grads = strided_floats(grads, op)
     check_one_device(grads, op)
-    for name, value in scalars.items():
-        check_scalar(name, value, grads, op)
+    for name, scalar in scalars.items():
+        check_scalar(name, scalar, grads, op)
     return grads
 
 
 def _step_lists(
     op: str,
-    given: Mapping[str, Sequence[Tensor] | None],
+    by_name: Mapping[str, Sequence[Tensor] | None],
     streams: Sequence[Tensor] | None,
     multiplier: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> dict[str, Sequence[Tensor]]:
-    """The lists that are not None as strided real floats, streams last, checked with each other and the scalars."""
+    """The lists that are not None as strided real floats, streams last, after checks of all lists and scalars."""
     plain: dict[str, Sequence[Tensor]] = {}
-    for name, tensors in given.items():
+    for name, tensors in by_name.items():
         if tensors is None:
             continue
-        if name == "grads":     # only read, so a copy may stand for them
+        if name == "grads":     # only read, so a copy may replace one
             tensors = resolved(tensors)
         check_resolved(op, name, tensors)
         plain[name] = strided_floats(tensors, op)
@@ -322,9 +417,9 @@ def _step_lists(
     if moments := {name: tensors for name, tensors in plain.items() if "exp_avg" in name}:
         check_same_dtypes(op, **moments)
     check_one_device([t for tensors in (*plain.values(), streams or ()) for t in tensors], op)
-    for name, value in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):
-        if value is not None:
-            check_scalar(name, value, plain["params"], op)
+    for name, scalar in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if scalar is not None:
+            check_scalar(name, scalar, plain["params"], op)
     if "copies" in plain and "remainders" in plain:
         raise ValueError(f"{op}: got both copies and remainders; expected one of them")
     for i, (p, remainder) in enumerate(zip(plain["params"], plain.get("remainders", ()), strict=False)):

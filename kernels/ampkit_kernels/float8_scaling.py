@@ -1,8 +1,8 @@
-"""A matrix in FP8, along its rows, along its columns, or both, in plain PyTorch: what FP8 tensor cores multiply.
+"""FP8 matrices: their formats (`Scaling`, `Quantized`), and `quantize` in plain PyTorch, for `reference`.
 
-A scale is ``largest / amax`` of its group, the whole matrix or one row, so no finite value is beyond FP8's range. Where
-the amax is infinite the scale is 0, and ``0 * inf`` is NaN: an overflow stays visible, where a plain cast to e4m3
-makes 448 of inf.
+`triton_ops/float8_quantize` has the kernels. A scale is ``largest / amax`` of its group, the whole matrix or one row,
+so no finite value is beyond FP8's range. Where the amax is infinite the scale is 0, and ``0 * inf`` is NaN: an overflow
+stays visible, where a plain cast to e4m3 turns inf into 448.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ from torch import Tensor
 
 __all__ = ["Quantized", "Scaling", "quantize"]
 
-SMALLEST_AMAX = 1e-12       # of a group: zeros stay zeros, and no scale is infinite
+SMALLEST_AMAX = 1e-12       # of a group, so that zeros stay zeros and no scale is infinite
 
 
 class Scaling(NamedTuple):
-    """How a matrix becomes FP8. `str()` of it is `row e4m3 2^n`."""
+    """How a matrix is converted to FP8. `str()` gives, for example, `row e4m3 2^n`.
 
-    rowwise: bool           # a scale for each row; otherwise one for the matrix
-    dtype: torch.dtype      # float8_e4m3fn or float8_e5m2
-    power_of_2: bool        # the scale rounded down to a power of 2
+    Args:
+        rowwise: one scale for each row; otherwise one for the matrix.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        power_of_2: round scales down to powers of 2.
+    """
+
+    rowwise: bool
+    dtype: torch.dtype
+    power_of_2: bool
 
     def __str__(self) -> str:
         dtype = "e4m3" if self.dtype is torch.float8_e4m3fn else "e5m2"
@@ -30,16 +36,21 @@ class Scaling(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A matrix in FP8: ``data / scale`` is about its values."""
+    """A matrix in FP8: ``data / scale`` approximates its values.
 
-    data: Tensor        # FP8, of the matrix's shape
-    scale: Tensor       # float32, what the matrix was multiplied by: of shape () or (rows, 1)
+    Args:
+        data: FP8, of the matrix's shape.
+        scale: float32, the factor that the matrix was multiplied by: of shape () or (rows, 1).
+    """
+
+    data: Tensor
+    scale: Tensor
 
 
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """See `ampkit_kernels.quantize`; two equal scalings for the whole matrix give two views of the same memory."""
+    """See `ampkit_kernels.quantize`; equal scalings for the whole matrix give two views of the same memory."""
     if along_rows is not None and along_rows == along_columns and not along_rows.rowwise:
         both = _quantized(x, along_rows)
         return both, Quantized(both.data.t(), both.scale)
@@ -56,10 +67,10 @@ def _quantized(x: Tensor, scaling: Scaling) -> Quantized:
 
 
 def scale_of(amax: Tensor, scaling: Scaling) -> Tensor:
-    """What a group of this amax is multiplied by, in float32: 0 for inf, NaN for NaN."""
+    """The float32 factor for a group with this amax: 0 for inf, NaN for NaN."""
     # In float64, since compiled code divides float32 with an error of an ulp or two.
     scale = (torch.finfo(scaling.dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
     if not scaling.power_of_2:
         return scale
-    power = torch.exp2(torch.floor(torch.log2(scale)))      # not a mask of bits: DTensor gives wrong ones
+    power = torch.exp2(torch.floor(torch.log2(scale)))      # not a bit mask, which DTensor computes wrongly
     return torch.where(power > scale, power * 0.5, power)   # log2 rounds up right below a power of 2

@@ -1,9 +1,9 @@
 """Every operation of this package in plain PyTorch: the CPU path, and the oracle for the Triton kernels.
 
-Nothing here syncs. On the CPU branches are taken on the host (values are read through NumPy, so that tests
-that count `.item()` calls see none); on any other device the same decisions are made with tensor arithmetic.
-The functions take lists as `tensors.strided_floats` gives them, `adamw_` and `sgd_` those that there are by the names
-of the public functions' arguments; those validate.
+Nothing here synchronizes. On the CPU, branches are taken on the host (values are read through NumPy, so that tests
+that count `.item()` calls see none); on other devices the same decisions are made with tensor arithmetic. The functions
+validate nothing: they take lists that `tensor_lists.strided_floats` returned; `adamw_` and `sgd_` take the lists that
+the step has in a dictionary, under the names of the public functions' arguments.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from . import rounding
 from .float8_scaling import quantize as quantize
-from .tensors import by_dtype, written_in_place
+from .tensor_lists import by_dtype, written_in_place
 
 INF = float("inf")
-COPIED = 1 << 24    # elements of gradients that a norm copies at a time: 64 MiB
-PIECE = 1 << 20     # elements that an optimizer's step works on at a time: it needs up to 100 bytes for each
+COPIED = 1 << 24    # gradient elements that a norm copies at a time: 64 MiB
+PIECE = 1 << 20     # elements that an optimizer's step works on at a time; it needs up to 100 bytes for each
 _DTYPE = attrgetter("dtype")
 
 
 def is_on_host(scalar: Tensor) -> bool:
-    """Whether `host_value` can read the scalar: not on a device, nor in a FakeTensor, which holds no number."""
+    """Whether `host_value` can read the scalar: it is on the CPU, and no FakeTensor, which holds no number."""
     return scalar.is_cpu and type(scalar) is Tensor
 
 
@@ -33,16 +33,15 @@ def host_value(scalar: Tensor) -> float:
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """Per tensor max |x| as one vector, of fp64 if any tensor is, else fp32; NaN wins, then inf. Empty tensors count 0.
+    """max |x| of each tensor with elements, as one vector: float64 if any tensor is, else float32; NaN wins, then inf.
     """
     filled = [t for t in tensors if t.numel()]
     dtype = torch.float64 if torch.float64 in set(map(_DTYPE, filled)) else torch.float32   # Metal has no fp64
     if not filled:
         return torch.zeros(1, dtype=dtype, device=tensors[0].device if tensors else "cpu")
-    if filled[0].device.type == "cpu":  # where the infinity norm is twenty times slower than two extremes
+    if filled[0].device.type == "cpu":  # where an infinity norm takes twenty times as long as aminmax
         return torch.stack([torch.stack(torch.aminmax(t)).abs().amax().to(dtype) for t in filled])
-    parts = [torch.stack(torch._foreach_norm(group, INF)).to(dtype) for group in by_dtype(filled)]
-    return torch.cat(parts)
+    return torch.cat([torch.stack(torch._foreach_norm(group, INF)).to(dtype) for group in by_dtype(filled)])
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -51,7 +50,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         return
     grads = written_in_place(grads, "unscale_")
     if is_on_host(inv_scale):
-        # torch's CPU operator takes mixed dtypes in one call. Only a factor above 1 can make inf of a finite value.
+        # torch's CPU operator takes mixed dtypes in one call. Only a factor above 1 can turn a finite value into inf.
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         if host_value(inv_scale) <= 1.0:
             return
@@ -74,8 +73,8 @@ def norm_and_check(
 ) -> Tensor:
     """Norm of grads * inv_scale without writing them; see `ampkit_kernels.norm_and_check`.
 
-    A finite norm (of any order above 0) proves that every element was finite, so on the host each element is
-    only checked when the norm is not.
+    A finite norm of any order above 0 proves that every element was finite, so on the host elements are checked only
+    where the norm is not finite.
     """
     out_dtype = torch.float64 if torch.float64 in set(map(_DTYPE, grads)) else torch.float32
     filled: Sequence[Tensor] = list(filter(Tensor.numel, grads))
@@ -87,7 +86,7 @@ def norm_and_check(
     on_host, has_powers = is_on_host(inv_scale), norm_type not in (0.0, INF)
     if not on_host:
         _set_unless(_unscaled_is_finite(filled, inv_scale), found_inf)
-        if has_powers:      # of scaled elements they may overflow or vanish, and nothing here can look whether they do
+        if has_powers:      # powers of scaled elements may overflow or vanish, which nothing here can see
             return _total_unscaled(filled, inv_scale, norm_type, out_dtype)
     factor = (inv_scale if inv_scale.ndim == 0 else inv_scale.reshape(())) if norm_type != 0 else 1.0
     norm = _total(filled, norm_type, out_dtype) * factor
@@ -99,8 +98,8 @@ def norm_and_check(
     if not host_value(_unscaled_is_finite(filled, inv_scale)):
         found_inf.fill_(1.0)
     elif has_powers and (inv > 1.0 or not _is_finite(host_value(norm))):
-        # Finite elements whose powers fp32 may not hold. Those of the unscaled ones it mostly does, and they have the
-        # bits that unscaling first would give; else fp64 adds them up.
+        # Finite elements whose powers float32 may not hold. It mostly holds powers of unscaled elements, which give the
+        # bits of unscaling first; otherwise the norm is computed in float64.
         norm = _total_unscaled(filled, inv_scale, norm_type, out_dtype)
         if not _is_finite(host_value(norm)):
             norm = (_total(filled, norm_type, torch.float64) * factor).to(out_dtype)
@@ -120,7 +119,7 @@ def _total(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Ten
 
 
 def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """`_total` of copies that have been multiplied, those of 16 bits in float32; a few tensors at a time."""
+    """`_total` of multiplied copies, 16-bit gradients in float32; a few tensors at a time."""
     factor = inv_scale.reshape(())
     norms: list[Tensor] = []
     for group in by_dtype(grads):
@@ -129,7 +128,7 @@ def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float
             # A 0-d factor would leave the products in 16 bits.
             products = [g * factor[None] for g in part] if is_half else torch._foreach_mul(part, factor)
             norms += torch._foreach_norm(products, norm_type, dtype=dtype)
-            del products    # before the next ones are made
+            del products    # before the next copies are made
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
@@ -147,7 +146,7 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _unscaled_is_finite(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
-    """Whether every element is finite and stays so, in its own dtype, when multiplied by a factor above 1."""
+    """Whether every element is finite and stays finite in its own dtype when it is multiplied by `inv_scale`."""
     finite = torch.ones((), dtype=torch.bool, device=inv_scale.device)
     for group in by_dtype(grads):
         # Rounding keeps order, so the largest magnitude is the first to overflow.
@@ -165,7 +164,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     if is_on_host(factor):
         if host_value(factor) == 1.0 or (found_inf is not None and host_value(found_inf) != 0.0):
             return
-        # By the tensor: torch takes several times longer over a number, with the same bits.
+        # A tensor as the factor: with a number torch takes several times as long, for the same bits.
         torch._foreach_mul_(grads, factor.reshape(()))
         return
     if found_inf is not None:
@@ -231,11 +230,10 @@ def adamw_(
     found_inf: Tensor | None = None,
     cache: object = None,
 ) -> None:
-    """One AdamW step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
-    `ampkit_kernels.adamw_`, and `rounding` for remainders and streams.
+    """One AdamW step, rounded once per stored value; see `ampkit_kernels.adamw_`, and `rounding`.
 
-    The operations and their order are those of `torch.optim.AdamW(foreach=False)`, so that fp32 and fp64
-    results are equal to it bit for bit on the CPU. `cache` is not used.
+    The operations and their order are those of `torch.optim.AdamW(foreach=False)`, so that float32 and float64 results
+    are equal to torch's bit for bit on the CPU. `cache` is not used.
     """
     if _skips_on_host(found_inf):
         return
@@ -275,10 +273,9 @@ def sgd_(
     found_inf: Tensor | None = None,
     cache: object = None,
 ) -> None:
-    """One SGD step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
-    `ampkit_kernels.sgd_`.
+    """One SGD step, rounded once per stored value; see `ampkit_kernels.sgd_`, and `rounding`.
 
-    `cache` is not used. The operations and their order are those of `torch.optim.SGD(foreach=False)`.
+    The operations and their order are those of `torch.optim.SGD(foreach=False)`. `cache` is not used.
     """
     if _skips_on_host(found_inf):
         return
@@ -303,10 +300,11 @@ def sgd_(
 
 
 def _pieces(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[dict[str, Tensor], Tensor | None, bool]]:
-    """The tensors of each parameter by the name of their list, large ones in pieces.
+    """The tensors of each parameter by the name of their list; large parameters in pieces.
 
-    Beside each the numbers of its elements where it is not all of the parameter, for random bits, and whether it is the
-    last of the parameter. Pieces follow memory; where strides differ, the longest dimension, one index of it at least.
+    Each piece comes with the numbers of its elements, for random bits (None where it is the whole parameter), and with
+    whether it is the parameter's last. Pieces are ranges of memory, or where the tensors' strides differ, ranges of the
+    longest dimension.
     """
     for tensors in zip(*lists.values(), strict=True):
         row = dict(zip(lists, tensors, strict=True))
@@ -314,21 +312,21 @@ def _pieces(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[dict[str, T
         if p.numel() <= PIECE:
             yield row, None, True
             continue
-        single = {name: row.pop(name) for name in ("steps", "streams") if name in row}
+        single_elements = {name: row.pop(name) for name in ("steps", "streams") if name in row}
         strides = rounding.dense_strides(p)
         if set(map(Tensor.stride, row.values())) == {strides}:
             row = {name: t.as_strided((t.numel(),), (1,)) for name, t in row.items()}
-            dim, n, each, strides = 0, p.numel(), PIECE, (1,)
+            dim, size, most, strides = 0, p.numel(), PIECE, (1,)
         else:
             dim = max(range(p.dim()), key=p.size)
-            n, each = p.size(dim), max(1, PIECE * p.size(dim) // p.numel())
-        for first in range(0, n, each):
-            length = min(each, n - first)
-            piece = {name: t.narrow(dim, first, length) for name, t in row.items()} | single
+            size, most = p.size(dim), max(1, PIECE * p.size(dim) // p.numel())
+        for first in range(0, size, most):
+            length = min(most, size - first)
+            piece = {name: t.narrow(dim, first, length) for name, t in row.items()} | single_elements
             numbers = None
             if "streams" in piece:
                 numbers = rounding.element_numbers(piece["params"], strides, first * strides[dim])
-            yield piece, numbers, first + length == n
+            yield piece, numbers, first + length == size
 
 
 def _skips_on_host(found_inf: Tensor | None) -> bool:
@@ -336,14 +334,17 @@ def _skips_on_host(found_inf: Tensor | None) -> bool:
 
 
 def _device_flag(found_inf: Tensor | None) -> Tensor | None:
-    """The skip as a device bool where only the device knows it; None where nothing is skipped."""
+    """Whether to skip, as a bool on the device; None without a flag, or with one that the host reads."""
     if found_inf is None or is_on_host(found_inf):
         return None
     return found_inf.reshape(()) != 0
 
 
 def _count_and_rate(step: Tensor, lr: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
-    """This step's number and the learning rate: numbers where the host can see both, else float64 tensors."""
+    """This step's count and the learning rate: numbers where the host can read both, else float64 tensors.
+
+    A rate that is a number stays one.
+    """
     rate = lr.detach() if isinstance(lr, Tensor) else lr
     if is_on_host(step) and (not isinstance(rate, Tensor) or is_on_host(rate)):
         return host_value(step) + 1, host_value(rate) if isinstance(rate, Tensor) else rate
@@ -357,7 +358,7 @@ def _scalar(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor |
 def _incoming(
     grad: Tensor, acc: torch.dtype, maximize: bool, multiplier: Tensor | None, grad_scale: Tensor | None
 ) -> Tensor:
-    """The gradient as the update sees it: widened, multiplied, divided, negated."""
+    """The gradient that the update uses: widened, multiplied, divided, negated."""
     g = grad.to(acc)
     if multiplier is not None:
         g = g * multiplier.to(g.device, acc)
@@ -374,10 +375,14 @@ def _store(
     values: list[tuple[Tensor, Tensor]], exact: list[tuple[Tensor, Tensor]], skip: Tensor | None,
     row: dict[str, Tensor], numbers: Tensor | None, is_last: bool,
 ) -> None:
-    """Write new values, or the old ones again where a device flag says skip; `row`, `numbers` as `_pieces` gives them.
+    """Write new values, or where a device flag says skip, the old values again.
 
-    values: old and new parameter, then state; what bfloat16 has no remainder for is rounded by the stream, if there is
-    one. exact: old and new counts.
+    Args:
+        values: old and new parameter, then old and new state; without a remainder, bfloat16 values are rounded by the
+            stream, if there is one.
+        exact: old and new counts.
+        skip: what `_device_flag` returned.
+        row, numbers, is_last: what `_pieces` yielded.
     """
     p, new_p = values[0]
     if "remainders" in row:

@@ -1,4 +1,4 @@
-"""What an optimizer's step has found out about its lists, kept for the next step over lists that are alike."""
+"""The launches of an optimizer's step, kept so that the next step over alike lists need not validate them again."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 
 from .configs import is_capturing, place
-from .tensors import ALIGNMENT, PLAIN, all_aligned
+from .tensor_lists import ALIGNMENT, PLAIN, all_aligned
 
 _DTYPE, _NBYTES, _SHAPE = attrgetter("dtype"), attrgetter("nbytes"), attrgetter("shape")
 _Columns = list[list[int]]
-_NEW_EVERY_STEP = 2     # parameters and gradients, which may be other objects
+_COMPARED_ALWAYS = 2    # lists: parameters and gradients, which may be other objects at every step
 
 
 @dataclass
 class Launch:
-    """Rows of parallel lists that `run` steps with one launch, given this and options.
+    """One launch of a step, over some rows of parallel lists.
 
-    `table` and `coefficients` are on the device, the latter with room for each row; `constants` are those of the
-    kernel. `rows` is None for all rows. `n_wide` is the number of lists that a kernel walks: the table's columns behind
-    them have one element per row.
+    Args:
+        run: takes this object and the step's options, and launches.
+        table: the addresses of the rows, on the device.
+        coefficients: memory on the device for the kernel's coefficients of each row.
+        constants: the kernel's constants.
+        rows: indices of the rows; None for all.
+        n_elementwise: how many lists the kernel walks element by element. The table's later columns, steps and streams,
+            are lists of one element per row.
     """
 
     run: Callable[..., None]
@@ -31,18 +36,17 @@ class Launch:
     coefficients: Tensor
     constants: dict[str, Any]
     rows: Sequence[int] | None
-    n_wide: int
+    n_elementwise: int
 
 
 class StepCache:
-    """The launches of a step over parallel lists, for a next step over lists that are alike.
+    """The launches of a step over parallel lists, for a next step over alike lists.
 
-    Pass one to `adamw_` or `sgd_` for each parameter group. The next step asks `fits` and then calls `launch`, which
-    spares it all that the first one validated; where `fits` is False, the step is taken as the first one, and fills the
-    cache again. Types, dtypes, sizes and layouts of parameters and gradients are compared, and those of other lists
-    unless they hold the same objects at the same addresses. Addresses are sent where they differ. Belongs to the
-    device, stream and thread of the step that filled it; never fits while a CUDA graph is being captured. Keeps none of
-    the tensors alive.
+    Pass one to `adamw_` or `sgd_` for each parameter group. The next step calls `fits` and then `launch`, which
+    validates nothing; where `fits` is False, take the step as the first one, which fills the cache again. `fits`
+    compares types, dtypes, sizes and layouts of parameters and gradients, and those of other lists unless they hold the
+    same objects at the same addresses. Addresses are sent where they differ. A cache belongs to the device, stream and
+    thread of the step that filled it, and never fits while a CUDA graph is being captured. It keeps no tensor alive.
     """
 
     def __init__(self) -> None:
@@ -50,7 +54,7 @@ class StepCache:
         self.device = torch.device("cpu")   # of the lists
 
     def fits(self, lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether `launch` can step these lists, which come in the order in which the cache was filled."""
+        """Whether `launch` can step these lists, given in the order of `fill`."""
         if not self._launches or len(lists) != len(self._facts):
             return False
         if is_capturing(self.device) or place(self.device) != self._place:
@@ -66,7 +70,7 @@ class StepCache:
             if any(map(Tensor.is_neg, lists[1])):
                 return False
             columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
-        except (RuntimeError, TypeError):   # no contiguity or no address, as sparse tensors; no tensor
+        except (RuntimeError, TypeError):   # tensors without contiguity or address, such as sparse ones; other objects
             return False
         if columns != self._columns:
             if not self._may_lie_at(columns, lists):
@@ -75,16 +79,17 @@ class StepCache:
         return True
 
     def launch(self, options: Mapping[str, Any]) -> None:
-        """Step the lists that `fits` has seen last. `options` are those of `adamw_` or `sgd_`, from `lr` on."""
+        """Step the lists that `fits` compared last. `options` are the arguments of `adamw_` or `sgd_` from `lr` on."""
         columns = self._columns
-        for one in self._launches:
-            one.table.refresh(columns if one.rows is None else [[column[i] for i in one.rows] for column in columns])
-            one.run(one, **options)
+        for launch in self._launches:
+            rows = launch.rows
+            launch.table.refresh(columns if rows is None else [[column[i] for i in rows] for column in columns])
+            launch.run(launch, **options)
 
     def fill(self, lists: Sequence[Sequence[Tensor]], launches: list[Launch]) -> None:
         """Keep the launches of a step over all rows of these lists.
 
-        Keeps nothing under capture, nor for tensors that are not plain.
+        Keeps nothing during a capture, nor for tensors that are not plain.
         """
         if is_capturing(lists[0][0].device):
             return
@@ -93,27 +98,27 @@ class StepCache:
         if not all(is_plain for _, _, _, is_plain in facts) or any(map(Tensor.is_neg, lists[1])):
             return
         self._place, self._facts = place(self.device), facts
-        self._kept = [list(map(ref, tensors)) if i >= _NEW_EVERY_STEP else None for i, tensors in enumerate(lists)]
+        self._kept = [list(map(ref, tensors)) if i >= _COMPARED_ALWAYS else None for i, tensors in enumerate(lists)]
         self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
-        self._n_wide = launches[0].n_wide
-        self._aligned = _aligned_rows(self._columns[: self._n_wide])
+        self._n_elementwise = launches[0].n_elementwise
+        self._aligned = _aligned_rows(self._columns[: self._n_elementwise])
         self._launches = launches
 
     def _may_lie_at(self, columns: _Columns, lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether what has moved is on the same device, and its rows as aligned as they were."""
+        """Whether tensors that moved are on the same device with the same facts, and all rows as aligned as before."""
         index = self.device.index if self.device.type == "cuda" else -1
         for i, (tensors, addresses) in enumerate(zip(lists, columns, strict=True)):
             if addresses != self._columns[i] and (
                 set(map(Tensor.get_device, tensors)) != {index} or _facts(tensors) != self._facts[i]
             ):
                 return False
-        return _aligned_rows(columns[: self._n_wide]) == self._aligned
+        return _aligned_rows(columns[: self._n_elementwise]) == self._aligned
 
 
 def _facts(tensors: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int], Any, bool]:
-    """What a kernel relies on beside addresses.
+    """What a kernel relies on beside addresses: dtypes, bytes, layouts, and whether all tensors are plain.
 
-    Dtypes, bytes, shapes and strides unless all are contiguous, whether all are plain tensors.
+    The layouts are shapes and strides, or None where all tensors are contiguous.
     """
     layouts = None
     if not all(map(Tensor.is_contiguous, tensors)):

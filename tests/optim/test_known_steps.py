@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ampkit.optim import SGD, AdamW
-from ampkit_kernels import StepCache, configs, dispatch
+from ampkit_kernels import StepCache, configs, implementation
 from ampkit_kernels.triton_ops import pointer_table
 from tests.kernels.launches import Noted, noted_launches
 
@@ -242,7 +242,7 @@ def test_a_group_on_two_devices_has_tables_for_each(monkeypatch: pytest.MonkeyPa
     made, real = [], pointer_table.made_table
     monkeypatch.setattr(pointer_table, "made_table", lambda *given: (made.append(1), real(*given))[1])
     monkeypatch.setattr(pointer_table, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
-    monkeypatch.setattr(dispatch, "why_not_triton", lambda device: None)
+    monkeypatch.setattr(implementation, "why_not_triton", lambda device: None)
     monkeypatch.setattr(configs, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0 if tensor.is_meta else -1)
     params = [torch.nn.Parameter(torch.ones(8, device=device)) for device in ("cpu", "meta", "cpu")]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import on_device as on_device
-from ..tensors import FlatList, all_aligned
+from ..tensor_lists import FlatList, all_aligned
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config, resident_programs
-from ..tensors import by_dtype
+from ..tensor_lists import by_dtype
 from .chunks import chunk_bounds
 from .launch import entry, flat_rows, on_device, one_list, pick
 from .pointer_table import table_for

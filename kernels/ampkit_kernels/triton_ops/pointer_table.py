@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..configs import Config, is_capturing, place
-from ..tensors import addresses_of, sizes_of
+from ..tensor_lists import addresses_of, sizes_of
 from .launch import on_device
 
 MOST_TABLES = 2048      # that a thread keeps; where another one is needed, all of them are dropped first

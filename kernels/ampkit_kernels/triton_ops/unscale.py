@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config
-from ..tensors import by_dtype
+from ..tensor_lists import by_dtype
 from .chunks import chunk_bounds, load_block, store_block
 from .launch import entry, flat_rows, one_list, pick
 from .pointer_table import table_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ampkit_kernels
-from ampkit_kernels import TritonUnavailable, dispatch, unscale_
+from ampkit_kernels import TritonUnavailable, implementation, unscale_
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 ONE = [torch.ones(2)], torch.ones(()), torch.zeros(())
@@ -20,14 +20,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(dispatch, "_fault", lambda device: None, raising=False)
+    monkeypatch.setattr(implementation, "_fault", lambda device: None, raising=False)
     return monkeypatch
 
 
 def test_auto_never_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert [dispatch.uses_triton(impl, CPU) for impl in dispatch.IMPLS] == [False, True, False]
-    assert not dispatch.uses_triton("auto", CUDA)
+    assert [implementation.uses_triton(impl, CPU) for impl in implementation.IMPLS] == [False, True, False]
+    assert not implementation.uses_triton("auto", CUDA)
     with pytest.raises(ValueError, match="unknown impl 'cuda'; expected 'auto', 'triton' or 'reference'"):
         unscale_(*ONE, impl="cuda")
 
@@ -36,19 +36,19 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
     with pytest.raises(TritonUnavailable, match="the tensors are on the CPU: set TRITON_INTERPRET=1"):
         unscale_(*ONE, impl="triton")
     with pytest.raises(TritonUnavailable, match=r"Some GPU has compute capability 7.5; .* 8.0 or newer"):
-        dispatch.uses_triton("triton", CUDA)
-    assert dispatch.why_not_triton(META) == "the tensors are on meta; the kernels run on CUDA devices"
+        implementation.uses_triton("triton", CUDA)
+    assert implementation.why_not_triton(META) == "the tensors are on meta; the kernels run on CUDA devices"
     for capability in ((8, 0), (9, 0), (10, 0)):
         gpu.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
-        assert dispatch.uses_triton("auto", CUDA)
+        assert implementation.uses_triton("auto", CUDA)
     gpu.setattr(torch.version, "hip", "6.4")
-    assert dispatch.why_not_triton(CUDA) == "the kernels have not been verified on ROCm"
+    assert implementation.why_not_triton(CUDA) == "the kernels have not been verified on ROCm"
     gpu.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(TritonUnavailable, match="TRITON_INTERPRET is set: the interpreter copies its arguments"):
-        dispatch.uses_triton("triton", CUDA)
-    gpu.setattr(dispatch, "HAS_TRITON", False)
-    assert dispatch.why_not_triton(CUDA) == "Triton is not installed: pip install 'triton>=3.6'"
-    assert not dispatch.uses_triton("auto", CUDA)
+        implementation.uses_triton("triton", CUDA)
+    gpu.setattr(implementation, "HAS_TRITON", False)
+    assert implementation.why_not_triton(CUDA) == "Triton is not installed: pip install 'triton>=3.6'"
+    assert not implementation.uses_triton("auto", CUDA)
 
 
 def test_a_triton_that_cannot_compile_is_tried_once_and_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,25 +67,25 @@ def test_a_triton_that_cannot_compile_is_tried_once_and_warned_of_once(monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(scale, "compile_one", compile_one, raising=False)
     for name in ("_fault", "_warn_of"):
-        monkeypatch.setattr(dispatch, name, functools.cache(getattr(dispatch, name).__wrapped__))
+        monkeypatch.setattr(implementation, name, functools.cache(getattr(implementation, name).__wrapped__))
     others = CPU, META, torch.device("cuda", 1)
-    assert not any(dispatch.uses_triton("auto", device) for device in others)
+    assert not any(implementation.uses_triton("auto", device) for device in others)
     assert tried == []
     with pytest.raises(TritonUnavailable, match=r"cannot compile here \(RuntimeError: Failed to find C compiler. Pl"):
-        dispatch.uses_triton("triton", CUDA)
+        implementation.uses_triton("triton", CUDA)
     with pytest.warns(UserWarning, match="PyTorch's operators in place .* it needs a C compiler, Python's") as said:
-        assert dispatch.select("auto", CUDA) is reference
+        assert implementation.select("auto", CUDA) is reference
     for _ in range(2):      # warnings are errors here
-        assert dispatch.select("auto", CUDA) is reference
+        assert implementation.select("auto", CUDA) is reference
     assert (len(said), tried) == (1, [CUDA])
-    dispatch._fault.cache_clear()
-    monkeypatch.setattr(dispatch, "is_compiling", lambda: True)
-    assert dispatch.why_not_triton(CUDA) is None
+    implementation._fault.cache_clear()
+    monkeypatch.setattr(implementation, "is_compiling", lambda: True)
+    assert implementation.why_not_triton(CUDA) is None
     assert tried == [CUDA]
-    monkeypatch.setattr(dispatch, "is_compiling", lambda: False)
+    monkeypatch.setattr(implementation, "is_compiling", lambda: False)
     monkeypatch.setattr(scale, "compile_one", tried.append)
-    assert dispatch.uses_triton("auto", CUDA)
-    assert dispatch.uses_triton("triton", CUDA)
+    assert implementation.uses_triton("auto", CUDA)
+    assert implementation.uses_triton("triton", CUDA)
     assert tried == [CUDA, CUDA]
 
 
@@ -110,11 +110,11 @@ def test_a_cache_that_cannot_be_written_is_found_without_a_launch(
 def test_backends_are_the_modules_by_device_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     from ampkit_kernels import reference, triton_ops
 
-    monkeypatch.setattr(dispatch, "_backend", functools.cache(dispatch._backend.__wrapped__))
+    monkeypatch.setattr(implementation, "_backend", functools.cache(implementation._backend.__wrapped__))
     device = torch.ones(1, device="meta")       # in place of a CUDA device's
     for auto, found in ((True, triton_ops), (False, triton_ops)):
-        monkeypatch.setattr(dispatch, "uses_triton", lambda impl, device, auto=auto: auto and impl == "auto")
+        monkeypatch.setattr(implementation, "uses_triton", lambda impl, device, auto=auto: auto and impl == "auto")
         assert ampkit_kernels.backend(device) is found
         assert ampkit_kernels.backend(torch.ones(1)) is reference
-    dispatch._backend.cache_clear()
+    implementation._backend.cache_clear()
     assert ampkit_kernels.backend(device) is reference

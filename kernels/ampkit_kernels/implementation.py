@@ -1,9 +1,9 @@
-"""Which implementation handles a call, and why: Triton on a CUDA device that can run it, PyTorch elsewhere.
+"""The choice between Triton and PyTorch for a device, and the reason: Triton on a CUDA device that can run it.
 
-`impl="auto"` may choose; `"triton"` and `"reference"` are explicit requests, and one that cannot be met raises.
-Triton is imported here at first use, never when the package is imported. On a device that the kernels support it must
-also be able to compile, which is tried once: without a C compiler or a cache folder that can be written its first
-launch raises, in images where PyTorch itself works.
+`impl="auto"` leaves the choice to this module; `"triton"` and `"reference"` are explicit requests, and one that cannot
+be met raises. Triton is imported at its first use, never when the package is imported. Even on a supported device
+Triton may be unable to compile: without a C compiler or a writable cache folder its first launch raises, in images
+where PyTorch itself works. So one kernel is compiled before Triton is chosen.
 """
 
 import functools
@@ -25,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class TritonUnavailable(RuntimeError):
-    """`impl="triton"` was asked for where it cannot run; the message says why."""
+    """Raised for `impl="triton"` where Triton cannot run; the message has the reason."""
 
 
 def interpreting() -> bool:
@@ -34,16 +34,22 @@ def interpreting() -> bool:
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """None where the Triton kernels can run on `device`, else a sentence with the reason.
+    """Say why the Triton kernels cannot run on a device.
 
-    The first question about a CUDA device that they support compiles one of them. Nothing waits for the device.
+    The first call for a supported CUDA device compiles one kernel; later calls look the answer up. Never synchronizes.
+
+    Args:
+        device: the device of the tensors. On a CPU the kernels run where TRITON_INTERPRET is set.
+
+    Returns:
+        A sentence with the reason, or None where the kernels can run.
     """
-    # Compiled code asks while it is traced, and brings its own compiler.
+    # No trial inside torch.compile, which calls this while it traces and brings its own compiler.
     return _unsupported(device) or (None if device.type == "cpu" or is_compiling() else _fault(device))
 
 
 def _unsupported(device: torch.device) -> str | None:
-    """Why the kernels are not made for this device, or are not to run there."""
+    """Why the kernels do not support this device or this environment; None where they do."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install 'triton>=3.6'"
     if device.type == "cpu":
@@ -63,8 +69,8 @@ def _unsupported(device: torch.device) -> str | None:
         return "the kernels have not been verified on ROCm"
     capability = torch.cuda.get_device_capability(device)
     if capability < MINIMUM_CAPABILITY:
-        found, least = (".".join(map(str, numbers)) for numbers in (capability, MINIMUM_CAPABILITY))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {found}; the kernels need {least} or newer"
+        own, least = (".".join(map(str, numbers)) for numbers in (capability, MINIMUM_CAPABILITY))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {own}; the kernels need {least} or newer"
     return None
 
 
@@ -72,24 +78,24 @@ def _unsupported(device: torch.device) -> str | None:
 def _fault(device: torch.device) -> str | None:
     """Why Triton cannot compile for this CUDA device; None where it can.
 
-    Everything happens on the host, so a capture of the device may be going on.
+    Nothing but the host is used, so a CUDA graph may be captured meanwhile.
     """
     try:
         from .triton_ops.scale import compile_one
 
         compile_one(device)
-    except Exception as error:      # of the compiler, the linker, the file system, ptxas: each has its own
-        said = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
+    except Exception as error:      # the compiler, the linker, the file system and ptxas raise different types
+        message = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
         return (
-            f"Triton cannot compile here ({said}); it needs a C compiler, Python's headers, and a cache folder that it "
-            "may write to: TRITON_CACHE_DIR names another"
+            f"Triton cannot compile here ({message}); it needs a C compiler, Python's headers and a writable cache "
+            "folder: set TRITON_CACHE_DIR to change the folder"
         )
     return None
 
 
 @functools.cache
 def _warn_of(fault: str) -> None:
-    warnings.warn(f"ampkit takes PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=3)
+    warnings.warn(f"ampkit uses PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=3)
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:
@@ -113,7 +119,7 @@ def uses_triton(impl: str, device: torch.device) -> bool:
 
 
 def select(impl: str, device: torch.device) -> ModuleType:
-    """The module whose functions compute on this device: `triton_ops` or `reference`, which have the same names."""
+    """The module whose functions compute: `triton_ops` or `reference`, which have functions of the same names."""
     if not uses_triton(impl, device):
         return reference
     from . import triton_ops
@@ -127,12 +133,18 @@ def _backend(device: torch.device) -> ModuleType:
 
 
 def backend(tensor: Tensor) -> ModuleType:
-    """The module whose functions compute on this tensor's device: `triton_ops` where Triton runs, else `reference`.
+    """Return the module whose functions compute on a tensor's device.
 
-    Both have `unscale_`, `norm_and_check`, `multiply_`, `cast_`, `unscale_into_` and `quantize`, with the
-    arguments of the functions of this package's top level, without `impl`, and check none
-    of them: the caller passes lists of strided float tensors on one device, and scalars of one float32 element there.
-    The answer is cached by device. The first one for a CUDA device where Triton runs imports Triton.
+    Both modules have `unscale_`, `norm_and_check`, `multiply_`, `cast_`, `unscale_into_` and `quantize`, with the
+    arguments of the public functions except `impl`, and validate none of them: pass lists of strided float tensors on
+    one device, and scalars of one float32 element there. The answer is cached by device; the first call for a CUDA
+    device imports Triton and compiles one kernel. Never synchronizes.
+
+    Args:
+        tensor: any tensor on the device; only its device is read.
+
+    Returns:
+        `ampkit_kernels.triton_ops` where Triton runs, else `ampkit_kernels.reference`.
 
     >>> import torch
     >>> backend(torch.ones(2)).__name__
