@@ -84,8 +84,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, bits: Tensor | int) -> Tensor:
-    """float32 values rounded to bfloat16 numbers, still in float32: `bits` are added to each pattern, and its lower half
-    is cut off."""
+    """float32 values rounded to bfloat16 numbers, still in float32: the pattern plus `bits`, its lower half cut off."""
     pattern = x.view(torch.int32)
     magnitude = pattern & 0x7FFFFFFF
     up = torch.where(magnitude >= 0x7F7F0000, HALF, bits).to(torch.int32)

@@ -1,7 +1,7 @@
-"""Lists of tensors as kernels take them: plain strided storage of floating-point numbers.
+"""Validation of lists of tensors, and the strided floating-point views of them that kernels take.
 
-Sparse COO tensors stand for their values, complex tensors for their real views, expanded tensors for the
-elements that they repeat. Everything here looks at metadata only: no launch, no host sync.
+A sparse COO tensor is taken as its values, a complex tensor as its real view, an expanded tensor as its stored
+elements. All functions read metadata only: no launch, no host synchronization.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ _SHAPE, _NBYTES = attrgetter("shape"), attrgetter("nbytes")
 
 
 class FlatList(list[Tensor]):
-    """A checked list, which no operation here checks again.
+    """A checked list, whose tensors no operation of this package checks again.
 
     Plain contiguous float tensors of one dtype on one device, each with elements and memory of its own. `addresses` and
-    `sizes`, in bytes, are a snapshot: use the list at once, and neither change nor keep it.
+    `sizes`, in bytes, are read when the list is made: use the list at once, and neither change nor keep it.
     """
 
     addresses: list[int]
@@ -31,8 +31,8 @@ class FlatList(list[Tensor]):
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "FlatList | None":
         """The tensors as such a list; None if they do not qualify."""
-        # Sets over mapped accessors are the cheapest way to examine a thousand tensors. Layouts that are not strided
-        # have no contiguity, and some no address: those calls raise.
+        # Sets over mapped accessors are the cheapest way to examine a thousand tensors. Tensors that are not strided
+        # have no contiguity, and some no address: these calls raise.
         try:
             if (
                 not set(map(type, tensors)) <= PLAIN
@@ -42,36 +42,36 @@ class FlatList(list[Tensor]):
                 or not all(map(Tensor.is_contiguous, tensors))
             ):
                 return None
-            found = cls(tensors)
-            found.addresses = list(map(Tensor.data_ptr, tensors))
+            flat = cls(tensors)
+            flat.addresses = list(map(Tensor.data_ptr, tensors))
         except RuntimeError:
             return None
-        found.sizes = list(map(_NBYTES, tensors))
-        if not all(found.sizes) or len(set(found.addresses)) != len(found):
+        flat.sizes = list(map(_NBYTES, tensors))
+        if not all(flat.sizes) or len(set(flat.addresses)) != len(flat):
             return None
-        return found
+        return flat
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each tensor starts."""
+    """The address of each tensor's first element."""
     return tensors.addresses if type(tensors) is FlatList else list(map(Tensor.data_ptr, tensors))
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How many bytes each tensor's elements take."""
+    """The size of each tensor in bytes."""
     return tensors.sizes if type(tensors) is FlatList else list(map(_NBYTES, tensors))
 
 
 def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     """The same numbers as strided, real, floating-point tensors that share the originals' storage.
 
-    Sparse COO tensors give their values as they are stored (coalesce first where duplicates must be added
-    up); complex tensors give `view_as_real` (of what is stored, a lazy conjugation aside). Raises TypeError
-    for anything else that is not a strided float tensor.
+    Of a sparse COO tensor the values as they are stored (coalesce first where duplicates must be added up); of a
+    complex tensor `view_as_real` of its memory, without a lazy conjugation. Raises TypeError for other tensors that are
+    not strided and floating-point.
     """
     if type(tensors) is FlatList:
         return tensors
-    # The usual list needs no change, and sets over mapped accessors are the cheapest way to see that.
+    # Most lists need no change, and sets over mapped accessors are the cheapest way to see that.
     if (
         set(map(type, tensors)) <= PLAIN
         and set(map(_DTYPE, tensors)) <= FLOATS
@@ -95,8 +95,8 @@ def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
             f"pass its values() or a dense tensor"
         )
     if t.is_complex():
-        # Storage, not values: a lazy conjugation changes signs only, and a resolved copy would not be
-        # written back.
+        # The memory, not the values: a lazy conjugation changes signs only, and a resolved copy would not be written
+        # back.
         t = torch.view_as_real(t.conj() if t.is_conj() else t)
     if t.dtype not in FLOATS:
         raise TypeError(
@@ -107,7 +107,7 @@ def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors grouped by dtype, order kept within a group."""
+    """The tensors grouped by dtype, in order within each group."""
     if type(tensors) is FlatList:
         return [tensors]
     if len(set(map(_DTYPE, tensors))) == 1:
@@ -124,12 +124,12 @@ def all_aligned(addresses: Sequence[int]) -> bool:
 
 
 def resolved(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with lazy conjugation and negation carried out, for lists whose signs matter."""
+    """The tensors with lazy conjugation and negation resolved, for lists whose signs matter."""
     return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
 
 
 def check_resolved(op: str, name: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse lazy conjugation and negation in a list that is written: kernels see the memory, not the sign."""
+    """Refuse lazy conjugation and negation in a list that is written: kernels read the memory, which lacks the sign."""
     for i, t in enumerate(tensors):
         if t.is_neg() or t.is_conj():
             raise ValueError(
@@ -139,9 +139,9 @@ def check_resolved(op: str, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def unrepeated(t: Tensor, op: str) -> Tensor:
-    """The view of `t` that holds every stored element once: dimensions of stride 0 are cut to length 1.
+    """The view of `t` with every stored element once: dimensions of stride 0 are cut to length 1.
 
-    An in-place operation on an expanded tensor would otherwise touch an element once per repetition.
+    An in-place operation on an expanded tensor would otherwise change an element once per repetition.
     """
     for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -162,7 +162,7 @@ def written_in_place(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
 
 
 def may_overlap(t: Tensor) -> bool:
-    """Whether two indices may name one element: each stride must exceed the reach of all smaller ones."""
+    """Whether two indices may share an element: a stride does not exceed the reach of all smaller strides."""
     if t.is_contiguous():
         return False
     reach = 0
@@ -174,7 +174,7 @@ def may_overlap(t: Tensor) -> bool:
 
 
 def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -> None:
-    """Refuse a device scalar that is not one fp32 element on the tensors' device."""
+    """Refuse a device scalar that is not one float32 element on the tensors' device."""
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ValueError(
             f"{op}: {name} is a {value.dtype} tensor of shape {tuple(value.shape)}; "
@@ -182,13 +182,13 @@ def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -
         )
     if tensors and value.device != tensors[0].device:
         raise ValueError(
-            f"{op}: {name} lives on {value.device}, the tensors on {tensors[0].device}; expected one device: "
+            f"{op}: {name} is on {value.device}, the tensors on {tensors[0].device}; expected one device: "
             f"call once per device with a copy of {name} there"
         )
 
 
 def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
-    """Refuse a list spread over devices: a launch runs on one device."""
+    """Refuse a list on several devices: a launch runs on one."""
     if not tensors or type(tensors) is FlatList:
         return
     # Device indices (-1 where there is none) are far cheaper to collect than device objects.
@@ -199,13 +199,13 @@ def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
     for i, t in enumerate(tensors):
         if t.device != first:
             raise ValueError(
-                f"{op}: tensor {i} lives on {t.device}, tensor 0 on {first}; "
+                f"{op}: tensor {i} is on {t.device}, tensor 0 on {first}; "
                 f"expected one device: call once per device"
             )
 
 
 def check_parallel(op: str, **lists: Sequence[Tensor]) -> None:
-    """Refuse lists that do not run in parallel: same length, same shapes."""
+    """Refuse lists of different lengths or shapes."""
     (first_name, first), *others = lists.items()
     for name, tensors in others:
         if len(tensors) != len(first):
@@ -222,7 +222,7 @@ def check_parallel(op: str, **lists: Sequence[Tensor]) -> None:
 
 
 def check_same_dtypes(op: str, **lists: Sequence[Tensor]) -> None:
-    """Refuse parallel lists whose dtypes differ in a row: a kernel takes one for all of them."""
+    """Refuse parallel lists whose dtypes differ in a row: a kernel has one dtype for all of them."""
     (first_name, first), *others = lists.items()
     expected = list(map(_DTYPE, first))
     for name, tensors in others:

@@ -79,7 +79,7 @@ def captured_operations_replay(device: torch.device) -> None:
         norm = work()
     for i in range(4):
         # Whatever host and device memory the eager path used is gone, or rewritten.
-        pointer_table._kept = pointer_table._Kept()
+        pointer_table._per_thread = pointer_table._PerThread()
         kernels.unscale_([g.clone() for g in others], inv, scalar(0.0, device))
         values = [torch.randn_like(g) for g in grads]
         if i == 3:

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from ampkit_kernels.configs import INTERPRETED_MULTIPROCESSORS
 from ampkit_kernels.float8_scaling import Scaling
 from ampkit_kernels.triton_ops import adamw, float8_quantize, norm, scale, sgd, unscale, unscale_into
-from ampkit_kernels.triton_ops.launch import TRITON_DTYPES, entry
+from ampkit_kernels.triton_ops.launch import TRITON_DTYPES, jit_kernel
 from tests.kernels.aot import Case
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -197,7 +197,7 @@ def cases_of(*launchers: Callable[[], None]) -> list[Case]:
     return [*found.values()]
 
 
-@entry
+@jit_kernel
 def waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
     # Stores to one list before it loads from another: the compiler does not know that they do not overlap.
     p = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)

@@ -27,7 +27,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
 
     def use(config: Config) -> None:
         monkeypatch.setattr(pointer_table, "made_table", lambda lists, _: made_table(lists, config))
-        monkeypatch.setattr(pointer_table, "_kept", pointer_table._Kept())
+        monkeypatch.setattr(pointer_table, "_per_thread", pointer_table._PerThread())
 
     use(SMALL)
     return use

@@ -16,7 +16,7 @@ SMALL = Config(block=16, chunk=64)
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_kept", tables._Kept())
+    monkeypatch.setattr(tables, "_per_thread", tables._PerThread())
 
 
 def entries(blocks) -> list[tuple[int, int]]:
@@ -100,7 +100,7 @@ def test_tables_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(tables, "MOST_TABLES", 3)
     for n in range(1, 9):
         tables.table_for([[torch.zeros(n)]], SMALL)
-        assert len(tables._kept.tables) <= 3
+        assert len(tables._per_thread.tables) <= 3
 
 
 def test_pinned_memory_is_on_the_host_whatever_the_default_device() -> None:
@@ -121,7 +121,7 @@ def test_a_captured_table_is_its_own_and_sent_from_memory_that_nothing_else_is_g
     for sizes in ((5, 5000, 64, 65, 16), (5,), (5,), (5,) * 9, (7,), (8,) * 60, (5, 1)):
         lists = [[torch.zeros(n) for n in sizes] for _ in range(2)]
         eager = tables.table_for(lists, SMALL)
-        tables.graph_memory.make_room(sum(len(part) for part in (eager.addresses, eager.numels, eager.blocks)))
+        tables.graph_memory.reserve(sum(len(part) for part in (eager.addresses, eager.numels, eager.blocks)))
         n_made = len(made)
         with mock.patch.object(tables, "is_capturing", return_value=True):
             captured.append(tables.table_for(lists, SMALL))

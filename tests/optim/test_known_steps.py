@@ -310,7 +310,7 @@ def test_groups_of_equal_shapes_have_tables_of_their_own_that_end_with_the_optim
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the second step on nothing is sent where gradients are where they were."""
-    monkeypatch.setattr(pointer_table, "_kept", pointer_table._Kept())
+    monkeypatch.setattr(pointer_table, "_per_thread", pointer_table._PerThread())
     dtype = torch.bfloat16 if "bfloat16" in kind else torch.float32
     params = [torch.nn.Parameter(torch.ones(8, 4, dtype=dtype)) for _ in range(4)]
     optimizer = OPTIMIZERS[kind]([{"params": [param]} for param in params])
@@ -326,7 +326,7 @@ def test_groups_of_equal_shapes_have_tables_of_their_own_that_end_with_the_optim
             assert len(sent) == 4, step
             steps = [one.arguments[1][:2] for one in found if one.kernel in ("adamw_kernel", "sgd_kernel")]
             assert steps == [[p.data_ptr(), g.data_ptr()] for p, g in zip(params, grads, strict=True)]
-    assert not pointer_table._kept.tables
+    assert not pointer_table._per_thread.tables
     ended = [weakref.ref(launch.table) for cache in optimizer._caches.values() for launch in cache._launches]
     assert len(ended) == 4
     found.clear()

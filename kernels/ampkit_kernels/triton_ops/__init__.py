@@ -1,9 +1,23 @@
-"""The operations as Triton kernels: the only modules of this package that import Triton.
+"""Every operation of this package as Triton kernels: the only modules that import Triton.
 
-Each launcher has the arguments of the function of the same name in `reference`, and takes lists of strided float
-tensors on one device, unchecked. Rows that no kernel can address as flat memory go to `reference`. `inverse_scale`,
-`norm_and_clip_factor`, `update_scale_` and `tally_update_` save a scaler the launches that PyTorch needs for single
-numbers; on the CPU there are none to save, so `reference` has no counterparts.
+A launcher, the Python function that launches kernels, has the arguments of the function of the same name in
+`reference`. It takes lists of strided float tensors on one device and validates nothing. Rows that no kernel can
+address as flat memory go to `reference`. `inverse_scale`, `norm_and_clip_factor`, `update_scale_` and `tally_update_`
+save a scaler the launches that PyTorch makes for single numbers; a CPU has none to save, so `reference` lacks them.
+
+The modules, in reading order; functions under `@jit_kernel` are launched, those under `@triton.jit` are called in them:
+
+    unscale           `unscale_`, `multiply_`: the simplest kernel; read it first
+    chunks            device side: where a program's next chunk of a list starts, how blocks are loaded and stored
+    pointer_table     host side: the table on the device that lets one launch walk a list of tensors
+    launch            how a kernel is declared, and how lists are sorted into launches
+    norm              `norm_and_check`, `norm_and_clip_factor`
+    unscale_into      `unscale_into_`, `cast_`
+    adamw, sgd        the optimizers' steps
+    step_launch       what both steps share: rows of a launch, device scalars, the cache of launches
+    device_rounding   the formats of `..rounding` in kernels
+    scale             single numbers of a scaler
+    float8_quantize   `quantize`
 """
 
 from .adamw import adamw_

@@ -1,6 +1,7 @@
 """adamw_: one AdamW step from gradients that may still be scaled. Two launches per combination of dtypes.
 
-Contract, per tensor, with g = sign * gradient * multiplier / grad_scale:
+Contract, per tensor, with g = sign * gradient * multiplier / grad_scale (https://arxiv.org/abs/1711.05101, as
+`torch.optim.AdamW` computes it):
 
     step <- step + 1
     p <- p * (1 - lr * weight_decay)
@@ -8,16 +9,15 @@ Contract, per tensor, with g = sign * gradient * multiplier / grad_scale:
     v <- v * beta2 + (1 - beta2) * g * g
     p <- p - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
-and the running maximum of v in place of v under amsgrad. params, moments: dense CUDA tensors with equal
+With amsgrad the last line has the running maximum of v in place of v. params, moments: dense CUDA tensors with equal
 strides, any float dtypes; grads are only read; copies (optional) receive the new p in their own dtype; steps:
 one float32 element each, on the device. remainders (in place of copies) and streams, both optional: see
-`ampkit_kernels.rounding`. Where found_inf is set nothing is written. Arithmetic in float32
-(float64 for float64 parameters), in the order of `torch.optim.AdamW(foreach=False)`, with correctly rounded
-division and square root, and a multiply-add fused where, and only where, its CPU kernels fuse one. Does not
-synchronise.
+`ampkit_kernels.rounding`. Where found_inf is set nothing is written. Arithmetic in float32 (float64 for float64
+parameters), in the order of `torch.optim.AdamW(foreach=False)`, with correctly rounded division and square root, and a
+multiply-add fused exactly where torch's CPU kernels fuse one. Does not synchronize.
 
 `prepare_kernel` counts the steps up, advances the streams and turns the hyperparameters into one row of coefficients
-per tensor, in float64 rounded once; `adamw_kernel` reads that row and nothing else from the host's world.
+per tensor, in float64 rounded once; `adamw_kernel` reads no other numbers.
 
 Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad, 2 more with a half copy. For bfloat16 weights
 and gradients 14 with bfloat16 moments, 22 with float32 ones; 4 more with remainders.
@@ -36,7 +36,7 @@ from ..configs import Config, resident_programs
 from ..step_cache import Launch, StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .device_rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
-from .launch import entry, on_device
+from .launch import jit_kernel, on_device
 from .step_launch import rate_and_factor, run_step, scalars
 
 CONFIGS = {
@@ -51,8 +51,8 @@ _BLOCK = 128     # rows of coefficients that a program computes
 def integer_power(base, exponent):
     """base ** exponent for int32 exponents from 0 to 2**25 - 1, by squaring: float64 products only.
 
-    `1 - beta ** step` cancels almost all digits at the first steps, which float32 or a logarithm could not
-    afford; and squaring needs no device library, so the interpreter runs the same arithmetic.
+    `1 - beta ** step` cancels almost all digits at the first steps, so float32 or a logarithm would be too inexact;
+    and squaring needs no device library, so the interpreter does the same arithmetic.
     """
     result = tl.full(exponent.shape, 1.0, tl.float64)
     square = result * base
@@ -63,7 +63,7 @@ def integer_power(base, exponent):
     return result
 
 
-@entry
+@jit_kernel
 def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1: tl.float64,
                    beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64, multiplier_ptr,
                    grad_scale_ptr, found_inf_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
@@ -103,8 +103,8 @@ def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, 
                  weight2, eps, keys, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
                  REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, LERP_FROM_END: tl.constexpr,
                  MASKED: tl.constexpr):
-    # Every load before the first store: the compiler knows of no two lists that they do not overlap, so it would have
-    # each load wait for the stores above it.
+    # Every load before the first store: the compiler does not know that the lists do not overlap, so it would make each
+    # load wait for the stores above it.
     g = load_block(gp, o, mask, ACC, MASKED) * factor
     m = load_block(mp, o, mask, ACC, MASKED)
     v = load_block(vp, o, mask, ACC, MASKED)
@@ -144,7 +144,7 @@ def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, 
         store_block(cp, o, remainder, mask, MASKED)
 
 
-@entry
+@jit_kernel
 def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, coefficients_ptr,
                  found_inf_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
                  COPY_TO: tl.constexpr, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
@@ -180,24 +180,25 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
             if STOCHASTIC:
                 keys = stream_keys(addresses, n_tensors, t, base, 5 + AMSGRAD + (COPY or REMAINDER))
             n_full = length // BLOCK
-            if ALIGNED:     # as in sgd; word by word, there are no registers to spare
+            if ALIGNED:     # ahead of the arithmetic, as in sgd; unaligned lists leave no registers for it
                 chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
+            # Not formatted: each of the many arguments would get a line of its own.
             i = 0
             while i < n_full:
                 _adamw_block(pp, gp, mp, vp, xp, cp, i * BLOCK + lanes, None, step_size, correction, decay,
                              factor, weight, beta2, weight2, eps, keys, ACC, AMSGRAD, COPY, REMAINDER, STOCHASTIC,
-                             LERP_FROM_END, False)
+                             LERP_FROM_END, False)  # fmt: skip
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
                 _adamw_block(pp, gp, mp, vp, xp, cp, o, o < length, step_size, correction, decay, factor,
                              weight, beta2, weight2, eps, keys, ACC, AMSGRAD, COPY, REMAINDER, STOCHASTIC,
-                             LERP_FROM_END, True)
+                             LERP_FROM_END, True)  # fmt: skip
             b += tl.num_programs(0)
 
 
 def adamw_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
-    """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
+    """Launch both kernels per combination of dtypes; see the module's docstring. `options`: for `_launch`."""
     launch = partial(_launch, amsgrad="max_exp_avg_sqs" in lists)
     run_step(lists, launch, reference.adamw_, CONFIGS, N_COEFFICIENTS, cache, options)
 
@@ -211,18 +212,19 @@ def _launch(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
-    **given: Any,
+    **device_scalars: Any,
 ) -> None:
-    """`given`: as `scalars` takes it."""
+    """Launch both kernels over these rows; `device_scalars` are the arguments of `scalars`."""
     table, coefficients = rows.table, rows.coefficients
-    given = scalars(coefficients, **given)
+    arguments = scalars(coefficients, **device_scalars)
     with on_device(table.device):
-        prepare_kernel[(-(-table.n_tensors // _BLOCK),)](
+        prepare_kernel[((table.n_tensors + _BLOCK - 1) // _BLOCK,)](
             table.addresses, coefficients, table.n_tensors, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, **given, MAXIMIZE=maximize, STOCHASTIC=rows.constants["STOCHASTIC"],
-            STEPS_COLUMN=rows.n_wide, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+            weight_decay=weight_decay, **arguments, MAXIMIZE=maximize, STOCHASTIC=rows.constants["STOCHASTIC"],
+            STEPS_COLUMN=rows.n_elementwise, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
         )
     table.launch(
-        adamw_kernel, table.n_tensors, coefficients, given["found_inf_ptr"], HAS_FOUND_INF=given["HAS_FOUND_INF"],
-        AMSGRAD=amsgrad, LERP_FROM_END=1 - beta1 >= 0.5, **rows.constants, enable_fp_fusion=False,
+        adamw_kernel, table.n_tensors, coefficients, arguments["found_inf_ptr"],
+        HAS_FOUND_INF=arguments["HAS_FOUND_INF"], AMSGRAD=amsgrad, LERP_FROM_END=1 - beta1 >= 0.5, **rows.constants,
+        enable_fp_fusion=False,
     )

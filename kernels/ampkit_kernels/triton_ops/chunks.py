@@ -1,14 +1,12 @@
-"""Where a program's next chunk lies: the device side of `pointer_table`.
+"""Device side of `pointer_table`: where a program's next chunk starts, and how its blocks are loaded and stored.
 
 One list at any element-aligned address (`chunk_bounds`): a tensor is walked from its address rounded down
 to 16 bytes, so that full blocks keep 128-bit accesses wherever a bucket view starts. `skew` elements of the
-first block lie before the tensor and are masked; the last chunk takes the `skew` elements that spill over.
-Only blocks that touch an end of the tensor are masked, because a mask is what keeps the compiler from
-widening an access.
+first block precede the tensor and are masked; the last chunk takes the `skew` elements that remain. Only blocks
+at an end of the tensor are masked, because the compiler does not widen masked accesses.
 
-Several lists walked together (`chunk_extent`, `list_pointer`): their skews may differ, so the launcher
-sorts rows into those with every address on a 16-byte boundary, which get 128-bit accesses, and the others,
-which do not.
+Several lists walked together (`chunk_extent`, `list_pointer`): their skews may differ, so the launcher sorts rows
+into those with every address on a 16-byte boundary, which get 128-bit accesses, and the others.
 """
 
 import triton
@@ -18,8 +16,7 @@ import triton.language as tl
 @triton.jit
 def chunk_bounds(addresses, numels, blocks, b, blocks_per_chunk, DTYPE: tl.constexpr,
                  ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointer to a chunk's start on a 16-byte boundary, and the half-open range of it that belongs to the
-    tensor."""
+    """Pointer to a chunk's start on a 16-byte boundary, and the half-open range of it that is in the tensor."""
     entry = tl.load(blocks + b)
     tensor = entry & 0xFFFFFFFF
     chunk = entry >> 32
@@ -37,7 +34,7 @@ def chunk_bounds(addresses, numels, blocks, b, blocks_per_chunk, DTYPE: tl.const
 
 @triton.jit
 def chunk_extent(numels, entry, blocks_per_chunk, BLOCK: tl.constexpr):
-    """Tensor index of the chunk of an entry, the element it starts at, and how many elements it holds."""
+    """For an entry of the block map: index of the tensor, the chunk's first element, the chunk's length."""
     tensor = entry & 0xFFFFFFFF
     base = (entry >> 32) * blocks_per_chunk * BLOCK
     length = tl.minimum(tl.load(numels + tensor) - base, (blocks_per_chunk * BLOCK).to(tl.int64)).to(tl.int32)
@@ -56,7 +53,7 @@ def list_pointer(addresses, n_tensors, tensor, base, COLUMN: tl.constexpr, DTYPE
 
 @triton.jit
 def load_block(p, o, mask, ACC: tl.constexpr, MASKED: tl.constexpr):
-    """Elements at offsets `o`, widened; masked-out lanes read 0."""
+    """Elements at offsets `o`, widened; lanes outside the mask read 0."""
     if MASKED:
         return tl.load(p + o, mask=mask, other=0.0).to(ACC)
     else:

@@ -1,6 +1,7 @@
-"""Stochastic rounding to bfloat16 and 16-bit remainders: device functions of the optimizers' kernels.
+"""Stochastic rounding to bfloat16 and 16-bit remainders in the optimizers' kernels.
 
-What they compute, bit for bit, and why, is in the module of the same name one level up.
+`ampkit_kernels.rounding` defines the formats and computes the same bits in PyTorch; read it first. The functions here
+have its names where they compute the same.
 """
 
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
-    """The finalizer of MurmurHash3, of uint32."""
+    """The finalizer of MurmurHash3, on uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -17,7 +18,7 @@ def mix(x):
 
 @triton.jit
 def advance_streams(addresses, n, tensors, mask, COLUMN: tl.constexpr):
-    """Advance the streams of these tensors by a step."""
+    """Advance the streams of these tensors by one step."""
     address = tl.load(addresses + COLUMN * n + tensors, mask=mask, other=0)
     stream = address.to(tl.pointer_type(tl.int64))
     tl.store(stream, tl.load(stream, mask=mask, other=0) - 0x61C8864680B583EB, mask=mask)
@@ -25,7 +26,7 @@ def advance_streams(addresses, n, tensors, mask, COLUMN: tl.constexpr):
 
 @triton.jit
 def stream_keys(addresses, n, tensor, base, COLUMN: tl.constexpr):
-    """A tensor's keys in this step, and the number of the element at which a chunk of it starts."""
+    """The number of a chunk's first element, and its tensor's three keys in this step."""
     stream = tl.load(tl.load(addresses + COLUMN * n + tensor).to(tl.pointer_type(tl.int64)))
     low, high = stream.to(tl.uint32), (stream >> 32).to(tl.uint32)
     key0 = mix(low ^ mix(high))
@@ -43,7 +44,7 @@ def random_bits(keys, o, SECOND: tl.constexpr):
 
 @triton.jit
 def rounded(x, bits):
-    """float32 values as numbers of bfloat16, still in float32: the lower half of each pattern plus `bits`, cut off."""
+    """float32 values rounded to bfloat16 numbers, still in float32: the pattern plus `bits`, its lower half cut off."""
     pattern = x.to(tl.int32, bitcast=True)
     magnitude = pattern & 0x7FFFFFFF
     up = tl.where(magnitude >= 0x7F7F0000, 0x8000, bits)
@@ -53,7 +54,7 @@ def rounded(x, bits):
 
 @triton.jit
 def rounded_for(p, x, bits):
-    """What is to be stored through the pointer: values rounded by `bits` where it is of bfloat16."""
+    """Values to store through a pointer: rounded by `bits` where the pointer's type is bfloat16."""
     if p.dtype.element_ty == tl.bfloat16:
         return rounded(x.to(tl.float32), bits)
     else:
@@ -62,13 +63,13 @@ def rounded_for(p, x, bits):
 
 @triton.jit
 def joined(weight, remainder):
-    """float32 masters of weights, widened to float32, and remainders, widened to int32."""
+    """The float32 masters of weights, which are widened to float32, and remainders, which are widened to int32."""
     remainder = tl.where(weight == 0.0, tl.maximum(remainder, 0), remainder)
     return (weight.to(tl.int32, bitcast=True) + remainder).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def split(master):
-    """The weights, still in float32, and the remainders, in int32."""
+    """The weights of float32 masters, still in float32, and the remainders, in int32."""
     weight = rounded(master, 0x8000)
     return weight, master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)

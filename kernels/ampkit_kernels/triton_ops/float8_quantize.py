@@ -1,12 +1,12 @@
-"""quantize: a matrix in FP8, along its rows, its columns, or both.
+"""quantize: convert a matrix to FP8 along its rows, its columns, or both.
 
 Contract. x[rows, columns]: float32, bfloat16 or float16, of any strides, not empty. The result is that of
-`..float8.quantize`, contiguous. Amaxes are taken of bits without the sign, which order like magnitudes, NaN above inf.
-Compute capability 8.9 or newer, PyTorch's operators below; on 8.9 itself Triton converts by way of float16, which
-rounds some values twice. Does not synchronise.
+`..float8_scaling.quantize`, contiguous. Amaxes are maxima of the bits without the sign, which order like magnitudes,
+NaN above inf. Needs compute capability 8.9; older devices get PyTorch's operators. On 8.9 itself Triton converts
+through float16, which rounds some values twice. Does not synchronize.
 
-Bytes per element of 2 bytes: one scale, 2 to find it and 4 for both forms, in two launches; rows and columns, 3 and 3
-in two launches, the columns' amaxes found while the rows are cast; rows alone 3 in one.
+Bytes per 16-bit element: with one scale, 2 to find it and 4 for both forms, in two launches; with scales of rows and of
+columns, 3 and 3 in two launches, the columns' amaxes found while the rows are cast; rows alone 3 in one launch.
 """
 
 import functools
@@ -21,14 +21,14 @@ from ..configs import Config
 from ..float8_scaling import SMALLEST_AMAX, Quantized, Scaling
 from .launch import on_device
 
-CONFIG = Config(block=2048)     # of the largest magnitude of a matrix
-TILE = 64                   # elements on a side of what is transposed at a time
-ROWS = 8                    # of a program that finds the amaxes of columns: one atomic operation for as many elements
-LONGEST_ROW = 16384         # that a program holds in its registers
+CONFIG = Config(block=2048)     # of `amax_kernel`
+TILE = 64                   # rows and columns of a tile, which is transposed at a time
+ROWS = 8                    # of a program that finds the amaxes of columns, for one atomic operation per column
+LONGEST_ROW = 16384         # elements that a program can hold in its registers
 FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-# Every launch gives addresses that are multiples of 16 bytes, which Triton looks at: one variant for each set of
-# constants. Sizes are given in units of 16 where ALIGNED, so that the compiler knows rows to begin at such addresses.
-_entry = triton.jit(do_not_specialize=["rows", "columns", "n"])
+# Triton specializes on addresses that are multiples of 16 bytes, and all addresses here are: there is one variant for
+# each set of constants. With ALIGNED, sizes are in units of 16: the compiler knows that rows start at such addresses.
+_jit_kernel = triton.jit(do_not_specialize=["rows", "columns", "n"])
 _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_AMAX)
 
 
@@ -47,7 +47,7 @@ def scale_of(bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
     return scale
 
 
-@_entry
+@_jit_kernel
 def amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
     largest = tl.zeros([BLOCK], tl.int32)
     b = tl.program_id(0).to(tl.int64)
@@ -60,7 +60,7 @@ def amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
     tl.atomic_max(amax_ptr, tl.max(largest, 0), sem="relaxed")
 
 
-@_entry
+@_jit_kernel
 def row_kernel(x_ptr, q_ptr, scale_ptr, amax_ptr, rows, columns, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
                DTYPE: tl.constexpr, CASTS: tl.constexpr, COLUMN_AMAX: tl.constexpr, ALIGNED: tl.constexpr,
                ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -84,7 +84,7 @@ def row_kernel(x_ptr, q_ptr, scale_ptr, amax_ptr, rows, columns, LARGEST: tl.con
         tl.atomic_max(amax_ptr + c, largest, mask=inside, sem="relaxed")
 
 
-@_entry
+@_jit_kernel
 def tile_kernel(x_ptr, amax_ptr, q_ptr, q_t_ptr, scale_ptr, rows, columns, LARGEST: tl.constexpr,
                 POWER_OF_2: tl.constexpr, DTYPE: tl.constexpr, BY_COLUMN: tl.constexpr, CASTS: tl.constexpr,
                 TRANSPOSES: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
@@ -115,7 +115,7 @@ def tile_kernel(x_ptr, amax_ptr, q_ptr, q_t_ptr, scale_ptr, rows, columns, LARGE
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Launch the kernels that these forms need; see the module's docstring."""
+    """Launch the kernels for these scalings; see the module's docstring."""
     if x.stride(0) == 1 and x.stride(1) != 1:
         columns, rows = quantize(x.t(), along_columns, along_rows)
         return rows, columns
@@ -133,8 +133,8 @@ def quantize(
                 _, columns = _by_tiles(x, along_columns, amaxes, casts=False, transposes=True)
         if along_rows is not None and not by_row:
             both = along_columns == along_rows
-            rows, found = _by_tiles(x, along_rows, _amax(x), casts=True, transposes=both)
-            columns = found if both else columns
+            rows, transposed = _by_tiles(x, along_rows, _amax(x), casts=True, transposes=both)
+            columns = transposed if both else columns
         if along_columns is not None and columns is None:
             _, columns = _by_tiles(x, along_columns, _amax(x), casts=False, transposes=True)
     return rows, columns
@@ -142,7 +142,7 @@ def quantize(
 
 @functools.cache
 def _converts(device: torch.device) -> bool:
-    """Whether Triton converts to FP8 there: below capability 8.9 e4m3 does not compile."""
+    """Whether Triton converts to FP8 on this device: below capability 8.9 e4m3 does not compile."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -163,11 +163,11 @@ def _by_rows(x: Tensor, scaling: Scaling | None, *, finds_columns: bool) -> tupl
     if scaling is not None:
         form = Quantized(x.new_empty(x.shape, dtype=scaling.dtype), x.new_empty((rows, 1), dtype=torch.float32))
     block = max(triton.next_power_of_2(columns), 16)
-    each, aligned = ROWS if finds_columns else 1, columns % 16 == 0
-    row_kernel[(triton.cdiv(rows, each),)](
+    rows_per_program, aligned = ROWS if finds_columns else 1, columns % 16 == 0
+    row_kernel[(triton.cdiv(rows, rows_per_program),)](
         x, *form, amaxes, rows, columns // 16 if aligned else columns, **_constants(scaling), CASTS=casts,
-        COLUMN_AMAX=finds_columns, ALIGNED=aligned, ROWS=each, BLOCK=block, num_warps=row_warps(block),
-        enable_fp_fusion=False,
+        COLUMN_AMAX=finds_columns, ALIGNED=aligned, ROWS=rows_per_program, BLOCK=block,
+        num_warps=row_warps(block), enable_fp_fusion=False,
     )
     return form if casts else None, amaxes
 
@@ -175,7 +175,7 @@ def _by_rows(x: Tensor, scaling: Scaling | None, *, finds_columns: bool) -> tupl
 def _by_tiles(
     x: Tensor, scaling: Scaling, amax: Tensor, *, casts: bool, transposes: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """`x` and `x.T` in FP8 by one scale; by the scales of columns `x.T` alone."""
+    """`x` and `x.T` in FP8 by one scale, or `x.T` alone by the scales of columns."""
     rows, columns = x.shape
     scale = torch.empty(amax.shape, device=x.device)
     q = x.new_empty(x.shape if casts else 0, dtype=scaling.dtype)
@@ -192,12 +192,12 @@ def _by_tiles(
 
 
 def _constants(scaling: Scaling | None) -> dict:
-    """The constants of a scaling; of none, those of a kernel that casts nothing."""
+    """A kernel's constants for a scaling; without one, the constants of a kernel that casts nothing."""
     dtype = torch.float8_e4m3fn if scaling is None else scaling.dtype
     power_of_2 = scaling is not None and scaling.power_of_2
     return {"LARGEST": torch.finfo(dtype).max, "POWER_OF_2": power_of_2, "DTYPE": FP8[dtype]}
 
 
 def row_warps(block: int) -> int:
-    """Warps of a program that holds a row of this length."""
+    """Warps of a program that holds a row of this many elements."""
     return min(max(block // 256, 4), 16)

@@ -1,4 +1,4 @@
-"""What every kernel and launcher needs: how a kernel is declared, dtypes and devices, lists sorted into launches."""
+"""How a kernel is declared (`jit_kernel`), and how lists of tensors are sorted into launches."""
 
 import functools
 import inspect
@@ -24,12 +24,12 @@ _DTYPE = attrgetter("dtype")
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
-def entry(function: Callable[..., None]) -> Any:
-    """Compile one variant per set of `tl.constexpr` arguments, whatever the run-time arguments are.
+def jit_kernel(function: Callable[..., None]) -> Any:
+    """Declare a kernel that is compiled once per set of `tl.constexpr` arguments, whatever the run-time arguments are.
 
-    Triton would otherwise examine every integer and address for divisibility by 16 and compile another variant for
-    each pattern: host time in every call, and a compilation in the middle of a CUDA graph capture, where loading code
-    is not allowed. Nothing is lost: the kernels state the alignment that wide accesses need (`tl.multiple_of`).
+    Triton would otherwise examine every integer and address for divisibility by 16 and compile another variant for each
+    pattern: host time in every call, and a compilation during the capture of a CUDA graph, where code cannot be loaded.
+    The kernels state the alignment that wide accesses need themselves (`tl.multiple_of`).
     """
     parameters = inspect.signature(function).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
@@ -37,20 +37,21 @@ def entry(function: Callable[..., None]) -> Any:
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """The type that arithmetic on `dtype` is done in: float64 for float64, else float32."""
+    """The type of the arithmetic on `dtype`: float64 for float64, else float32."""
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
 @functools.cache
-def one_list(dtype: torch.dtype) -> dict[str, Any]:
-    """The constants of a kernel that walks one list."""
+def list_constants(dtype: torch.dtype) -> dict[str, Any]:
+    """The constants of a kernel that walks one list of this dtype."""
     return {"DTYPE": TRITON_DTYPES[dtype], "ACC": accumulator(dtype), "ITEMSIZE": dtype.itemsize}
 
 
 def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[int], bool]]:
-    """Parallel lists cut into launches: one per combination of dtypes, and of alignment where that differs.
+    """Divide parallel lists into launches: one per combination of dtypes, and of alignment where it differs.
 
-    Yields the lists' parts, the indices of their rows, and whether all addresses are 16-byte aligned.
+    Yields for each launch its part of every list, the indices of its rows, and whether all addresses are 16-byte
+    aligned.
     """
     if all(len(set(map(_DTYPE, tensors))) == 1 for tensors in lists) and all(
         all_aligned(list(map(Tensor.data_ptr, tensors))) for tensors in lists
@@ -68,9 +69,9 @@ def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[
 
 
 def flat_rows(*lists: Sequence[Tensor]) -> tuple[Sequence[int], list[int], list[int]]:
-    """Rows of parallel lists: those that kernels can address, those left to PyTorch, and those without elements.
+    """The rows of parallel lists that kernels can address, the rows left to PyTorch, and the rows without elements.
 
-    A kernel addresses a row as flat memory: every tensor in it is dense and all have the same strides.
+    A kernel addresses a row as flat memory: its tensors are dense and have the same strides.
     """
     n = len(lists[0])
     if (type(lists[0]) is FlatList and len(lists) == 1) or all(

@@ -1,11 +1,11 @@
-"""norm_and_check: the norm of all gradients times inv_scale, and found_inf, from one read of them.
+"""norm_and_check: the norm of all gradients times inv_scale, and found_inf, from one read of the gradients.
 
 Contract. grads: dense CUDA tensors of any float dtype at any element-aligned address, none empty; only
 read. inv_scale, found_inf: one float32 element each; found_inf is set as `unscale_` sets it, element by
 element: a sum of squares that overflows sets nothing. Orders 1, 2 and inf. Result: 0-d, float64 if any
 gradient is, else float32; NaN where a value is NaN. Two stages without atomics: each program writes one
-partial (float32 lanes, float64 across programs), one program adds the partials up in order; equal lists
-give equal bits on equal devices. That program also writes the clip factor, if requested. Does not synchronise.
+partial (float32 lanes, float64 across programs), one program adds the partials in order; equal lists
+give equal bits on equal devices. That program also writes the clip factor, if requested. Does not synchronize.
 
 Bytes per element: one read (4 for float32); 8 bytes per program of partials.
 """
@@ -21,11 +21,11 @@ from .. import reference
 from ..configs import Config, resident_programs
 from ..tensor_lists import by_dtype
 from .chunks import chunk_bounds
-from .launch import entry, flat_rows, on_device, one_list, pick
+from .launch import flat_rows, jit_kernel, list_constants, on_device, pick
 from .pointer_table import table_for
 
-# By bytes per element. A program loads two blocks before it adds them up; grids that every compiler's registers leave
-# room for keep 40 KiB in flight per multiprocessor in half precision, whose code takes more on sm_80, otherwise 64.
+# By bytes per element. A program loads two blocks before it adds them up. Grids are as large as the registers that any
+# supported compiler uses allow: 64 KiB are in flight per multiprocessor; 40 in half precision, for its code on sm_80.
 CONFIGS = {
     8: Config(block=1024),
     4: Config(block=2048),
@@ -47,7 +47,7 @@ def _add_block(x, inv_scale, largest, total, ACC: tl.constexpr, ORDER: tl.conste
     return tl.maximum(largest, tl.abs(y)), total
 
 
-@entry
+@jit_kernel
 def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale_ptr, found_inf_ptr,
                 partials, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr,
                 ORDER: tl.constexpr, BLOCK: tl.constexpr):
@@ -81,21 +81,21 @@ def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale
             largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
         b += tl.num_programs(0)
     if ORDER == 0:
-        # A maximum over lanes drops NaN; a sum of x - x finds it, but also inf, so count instead.
+        # A maximum over lanes drops NaN; a sum of x - x would show NaN, but inf too. So NaNs are counted.
         n_nan = tl.sum((total != total).to(tl.int32), axis=0)
         partial = tl.where(n_nan > 0, float("nan"), tl.max(total, axis=0))
         worst = partial
     else:
         partial = tl.sum(total, axis=0)
         worst = tl.max(largest, axis=0)
-    # Products and roundings keep order: a value is not finite as it would be stored if and only if the largest is not.
+    # Products and roundings keep order: some value as stored is not finite if and only if the largest is not.
     stored = worst.to(DTYPE).to(ACC)
     if (stored - stored != 0.0) | (partial != partial):
         tl.store(found_inf_ptr, 1.0)
     tl.store(partials + tl.program_id(0), partial.to(tl.float64))
 
 
-@entry
+@jit_kernel
 def finish_kernel(partials, n_partials, result_ptr, inv_scale_ptr, factor_ptr, max_norm: tl.float64,
                   ORDER: tl.constexpr, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
@@ -148,9 +148,10 @@ def norm_and_check(
 def norm_and_clip_factor(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As `norm_and_check` for a `FlatList` and one of `KERNEL_NORMS`; and the factor that unscales and clips.
+    """The norm as `norm_and_check` returns it, for an order of `KERNEL_NORMS`; and the factor that unscales and clips.
 
     The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d float32; `inv_scale` itself without a `max_norm`.
+    The gradients are flat memory.
     """
     device, order = inv_scale.device, KERNEL_NORMS[norm_type]
     parts = by_dtype(grads)
@@ -161,10 +162,10 @@ def norm_and_clip_factor(
     n_partials = sum(table.n_programs for table in tables)
     partials = torch.empty(n_partials, dtype=torch.float64, device=device)
     first = 0
-    for part, table in zip(parts, tables, strict=True):
+    for part, table in zip(parts, tables, strict=True):     # all tables are made: no two launches share one
         table.launch(
             norm_kernel, inv_scale, found_inf, partials[first:] if first else partials, ORDER=order,
-            **one_list(part[0].dtype),
+            **list_constants(part[0].dtype),
             enable_fp_fusion=norm_type != float("inf"),     # fused sums need fewer registers, a maximum more
         )
         first += table.n_programs

@@ -1,19 +1,19 @@
-"""From lists of tensors to the tables that let one launch walk all of them.
+"""The table on the device that lets one launch walk a list of tensors, or several parallel lists.
 
-A launch needs to know, on the device: where each tensor starts (`addresses`, one column per list, one after another),
-how long it is (`numels`), and how the work is cut (`blocks`: one entry per chunk, tensor index in the low 32 bits,
-chunk index in the high 32). The cut depends on lengths alone and is made once per list of lengths. Addresses are
-compared, value by value, with those last sent, and the columns that differ are sent again: gradients move between
-iterations, parameters and moments do not. Identity of tensor objects is never consulted.
+A launch reads on the device where each tensor starts (`addresses`: one column per list, one after another), how long
+it is (`numels`), and how the work is divided (`blocks`: the block map, one entry per chunk, tensor index in the low 32
+bits, chunk index in the high 32). The block map depends on lengths alone and is made once per list of lengths.
+Addresses are compared, value by value, with the addresses that were sent last, and columns that differ are sent again:
+gradients move between iterations, parameters and moments do not. The identity of tensor objects is not used.
 
-A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what another has
-launched. What is sent goes through pinned host memory and does not block; PyTorch's allocator does not give that
-memory to another allocation before the copy has run.
+A table belongs to one device, stream and thread, so that a copy of one thread cannot overtake a launch of another.
+Copies go through pinned host memory and do not block; PyTorch's allocator does not reuse that memory before the copy
+has run.
 
-While a CUDA graph is being captured every launch gets a table of its own, sent in one copy, which becomes a node of
-the graph: every replay reads the pinned memory again. That memory is therefore never written again and never given
-back, because nothing says when a graph is gone. It is cut from buffers that eager calls make, because older releases of
-torch cannot allocate pinned memory during a capture: making a table leaves room for a few captured ones of its size.
+While a CUDA graph is being captured every launch gets a table of its own, sent in one copy, which becomes a node of the
+graph: every replay reads the pinned memory again. So that memory is never written again and never freed, because a
+graph's end is not announced. It is taken from buffers that eager calls allocate, because older releases of torch cannot
+allocate pinned memory during a capture: making a table leaves space for a few captured tables of its size.
 """
 
 import threading
@@ -29,18 +29,18 @@ from ..configs import Config, is_capturing, place
 from ..tensor_lists import addresses_of, sizes_of
 from .launch import on_device
 
-MOST_TABLES = 2048      # that a thread keeps; where another one is needed, all of them are dropped first
+MOST_TABLES = 2048      # that a thread keeps; it drops all of them before it makes another
 CHUNK_SHIFT = 32
 CHUNKS_PER_PROGRAM = 12
-GRAPH_WORDS = 1 << 19   # of a pinned buffer for captured tables: 4 MiB
-CAPTURED_TABLES = 4     # that there is room for, of the size of the last table made
+GRAPH_WORDS = 1 << 19   # int64 words of a pinned buffer for captured tables: 4 MiB
+CAPTURED_TABLES = 4     # of the size of the last table made, for which pinned memory is kept ready
 
 
 def chunk_length(total: int, config: Config, n_programs: int) -> int:
-    """Elements per chunk: as long as the config allows while every program still gets about twelve chunks.
+    """Elements per chunk: the longest that the config allows while every program gets about twelve chunks.
 
-    One program may start its last chunk when another has finished, which costs a twelfth of the time at most. The
-    result is `config.block` times a power of two, so that few lengths occur.
+    One program may start its last chunk when another has finished, which costs at most a twelfth of the time. The
+    length is `config.block` times a power of two, so that few lengths occur.
     """
     chunk = config.chunk
     while chunk > config.block and total < CHUNKS_PER_PROGRAM * chunk * n_programs and chunk % (2 * config.block) == 0:
@@ -49,26 +49,34 @@ def chunk_length(total: int, config: Config, n_programs: int) -> int:
 
 
 def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
-    """One int64 per chunk, `chunk_index << 32 | tensor_index`; the longest chunks first.
+    """The block map: one int64 per chunk, `chunk_index << 32 | tensor_index`; the longest chunks first.
 
-    Programs take entries in a stride, so sorting spreads long chunks evenly over programs and leaves the
-    short ones to fill up at the end. Tensors without elements get no entry.
+    Programs take entries in a stride, so this order spreads long chunks evenly over programs, and short chunks come
+    last. Tensors without elements get no entry.
     """
     lengths = np.asarray(numels, dtype=np.int64)
     whole, rest = np.divmod(lengths, chunk)
     tensor = np.repeat(np.arange(len(lengths), dtype=np.int64), whole)
     index = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(whole) - whole, whole)
-    order = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]      # of the short ones alone: they are few
+    order = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]      # only the short chunks: they are few
     return np.concatenate([(index << CHUNK_SHIFT) | tensor, (whole[order] << CHUNK_SHIFT) | order])
 
 
 @dataclass(eq=False)
 class Table:
-    """The device side of one list of rows; see the module's docstring.
+    """Addresses, lengths and block map of some rows, on the device; see the module's docstring.
 
-    addresses: int64 [n_lists * n_tensors], list by list, and `sent`, the columns that were sent there last.
-    numels: int64 [n_tensors]. blocks: int64 [n_blocks]. wider: the table whose second column this one of a single list
-    reads: gradients, which a step reads after their norm, are sent once.
+    Args:
+        addresses: int64 [n_lists * n_tensors], list by list.
+        sent: the columns that were sent to `addresses` last.
+        numels: int64 [n_tensors].
+        blocks: int64 [n_blocks], the block map.
+        n_tensors, n_blocks: the lengths of `numels` and `blocks`.
+        chunk: elements per chunk.
+        config: launch parameters of the kernel.
+        n_programs: size of the grid.
+        owner: for a table of one list: the table of a step whose second column it reads, so that gradients, which the
+            step reads after their norm, are sent once.
     """
 
     device: torch.device
@@ -81,12 +89,12 @@ class Table:
     chunk: int
     config: Config
     n_programs: int
-    wider: "Table | None" = None
+    owner: "Table | None" = None
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
-        """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
+        """Launch a kernel that walks the table; it gets the arguments that all such kernels share, then `arguments`.
 
-        `enable_fp_fusion`: whether a product and a sum may become one instruction that rounds once, unlike the CPU's.
+        With `enable_fp_fusion` a product and a sum may become one instruction that rounds once, unlike on the CPU.
         """
         config = self.config
         with on_device(self.device):
@@ -96,13 +104,13 @@ class Table:
             )
 
     def refresh(self, columns: list[list[int]]) -> None:
-        """Send the addresses that differ from what the device holds, if any do.
+        """Send the addresses that differ from the device's, if any do.
 
-        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
+        One copy sends the columns from the first that differs to the last: most often the gradients' alone.
         """
-        if self.wider is not None:
-            kept = self.wider.sent
-            self.wider.refresh([kept[0], *columns, *kept[2:]])
+        if self.owner is not None:
+            parameters, _, *others = self.owner.sent
+            self.owner.refresh([parameters, *columns, *others])
             return
         if columns == self.sent:
             return
@@ -116,13 +124,16 @@ class Table:
 
 
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: bool = True) -> Table:
-    """The table for these parallel lists, all on one device and none of them without elements.
+    """The table for these parallel lists, all on one device, whose tensors all have elements.
 
-    Reuses the thread's table for equal lengths, dtypes, config, alignment, device and stream, which then holds the
-    addresses of these lists: launch what uses the earlier ones first. Sends addresses only if they changed. Never waits
-    for the device. A new table while a graph is being captured.
+    The thread's table for equal lengths, dtypes, config, alignment, device and stream is reused, and then holds the
+    addresses of these lists: launch the kernels that need its earlier addresses first. Addresses are sent only if they
+    changed. Never waits for the device. While a graph is being captured the table is new.
 
-    Args: aligned: as `groups` gives it, so that the two parts of lists of mixed alignment have a table each.
+    Args:
+        lists: parallel lists.
+        config: launch parameters of the kernel.
+        aligned: what `groups` yields, so that aligned rows and others of equal lengths have tables of their own.
     """
     device = lists[0][0].device
     with on_device(device):
@@ -130,62 +141,62 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
             return made_table(lists, config)
         columns = list(map(addresses_of, lists))
         dtypes = tuple([tensors[0].dtype for tensors in lists])
-        # With the dtype, bytes say as much as elements, and are quicker to ask for.
+        # With the dtype, bytes determine the number of elements, and are quicker to read.
         key = (*place(device), config, dtypes, aligned, tuple(sizes_of(lists[0])))
-        table = _kept.tables.get(key)
+        table = _per_thread.tables.get(key)
         if table is None:
-            if len(_kept.tables) >= MOST_TABLES:
-                _kept.tables.clear()
-            table = _kept.tables[key] = made_table(lists, config)
+            if len(_per_thread.tables) >= MOST_TABLES:
+                _per_thread.tables.clear()
+            table = _per_thread.tables[key] = made_table(lists, config)
         else:
             table.refresh(columns)
         return table
 
 
-class _Kept(threading.local):
-    """The tables of a thread."""
+class _PerThread(threading.local):
+    """The tables that a thread keeps."""
 
     def __init__(self) -> None:
         self.tables: dict[tuple, Table] = {}
 
 
-_kept = _Kept()
+_per_thread = _PerThread()
 
 
 def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
-    """A table that a step cache keeps for itself: parameters, gradients, and more.
+    """A table of a step cache's own: parameters, gradients, and more.
 
     One of the thread's shared tables would be sent again for each parameter group of equal shapes. The thread's tables
-    of one list of as many bytes each, which read the same gradients before the step, find them in its second column
-    from now on, and keep it until another step's takes its place: what moves is sent once.
+    of one list with the gradients' dtype and sizes, whose kernels read the same gradients before the step, read this
+    table's second column from now on, until another step's table takes its place: moved gradients are sent once.
     """
     device = lists[0][0].device
     with on_device(device):
         table = made_table(lists, config)
         if not is_capturing(device):
             n, gradients = table.n_tensors, (*place(device), (lists[1][0].dtype,), tuple(sizes_of(lists[1])))
-            for (*at, _, dtypes, _, sizes), other in _kept.tables.items():
-                if (*at, dtypes, sizes) == gradients:
-                    other.wider, other.addresses = table, table.addresses[n : 2 * n]
+            for (*where, _, dtypes, _, sizes), other in _per_thread.tables.items():
+                if (*where, dtypes, sizes) == gradients:
+                    other.owner, other.addresses = table, table.addresses[n : 2 * n]
         return table
 
 
 @torch.inference_mode(False)
 def made_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
-    """A table for these lists that no other launch uses, sent in one copy.
+    """A new table for these lists, sent in one copy.
 
-    An ordinary tensor even where `torch.inference_mode` is on: the table outlives it, and is written to outside.
+    Made outside `torch.inference_mode`, because it outlives that mode and is written to outside it.
     """
     device = lists[0][0].device
     columns, numels = list(map(addresses_of, lists)), list(map(Tensor.numel, lists[0]))
     full = config.programs(device)
     chunk = chunk_length(sum(numels), config, full)
-    cut = block_map(numels, chunk)
+    blocks = block_map(numels, chunk)
     n, n_addresses = len(numels), len(columns) * len(numels)
-    values = np.concatenate([np.array([*columns, numels], dtype=np.int64).ravel(), cut])
+    values = np.concatenate([np.array([*columns, numels], dtype=np.int64).ravel(), blocks])
     memory = torch.empty(len(values), dtype=torch.int64, device=device)
     if device.type == "cuda" and not is_capturing(device):
-        graph_memory.make_room(CAPTURED_TABLES * len(values))
+        graph_memory.reserve(CAPTURED_TABLES * len(values))
     send(values, memory)
     return Table(
         device=device,
@@ -194,17 +205,17 @@ def made_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
         numels=memory[n_addresses : n_addresses + n],
         blocks=memory[n_addresses + n :],
         n_tensors=n,
-        n_blocks=len(cut),
+        n_blocks=len(blocks),
         chunk=chunk,
         config=config,
-        n_programs=min(full, len(cut)),
+        n_programs=min(full, len(blocks)),
     )
 
 
 def send(values: np.ndarray, destination: Tensor) -> None:
     """Copy int64 values into a vector, in stream order, without waiting for the device.
 
-    While a graph is being captured the copy is a node of the graph, and the host memory is kept for good.
+    While a graph is being captured the copy is a node of the graph, and the host memory is never freed.
     """
     capturing = is_capturing(destination.device)
     if destination.is_cpu and not capturing:    # the interpreter's tables
@@ -216,31 +227,31 @@ def send(values: np.ndarray, destination: Tensor) -> None:
 
 
 def pinned_words(n: int) -> Tensor:
-    """Pinned host memory. The device is named because torch.set_default_device may have put another in its place."""
+    """`n` int64 words of pinned host memory, whatever torch.set_default_device says."""
     return torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 class GraphMemory:
-    """Pinned memory that CUDA graphs read at every replay: given out once, never taken back."""
+    """Pinned memory that CUDA graphs read at every replay: each word is given out once and never freed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._free = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._given: list[Tensor] = []
+        self._taken: list[Tensor] = []
 
-    def make_room(self, n: int) -> None:
-        """Have room for `n` words, so that a capture that takes them allocates nothing."""
+    def reserve(self, n: int) -> None:
+        """Allocate so that `n` words are free, and a capture that takes them allocates nothing."""
         with self._lock:
             if len(self._free) < n:
                 self._free = pinned_words(max(n, GRAPH_WORDS))
 
     def take(self, n: int) -> Tensor:
-        """`n` words that nothing else is given."""
+        """`n` words that no other call gets."""
         with self._lock:
-            self.make_room(n)
-            given, self._free = self._free.split((n, len(self._free) - n))
-            self._given.append(given)
-            return given
+            self.reserve(n)
+            words, self._free = self._free.split((n, len(self._free) - n))
+            self._taken.append(words)
+            return words
 
 
 graph_memory = GraphMemory()

@@ -1,10 +1,10 @@
-"""What a gradient scaler computes with single numbers, in one launch each: inverse scale, next scale, counts.
+"""Single numbers of a gradient scaler, in one launch each: inverse scale, next scale, counts of updates.
 
 Contract. scale: one float32 element; growth_tracker and counters: one int32 element each; found_inf: one float32
 element; all on one CUDA device. `inverse_scale` reads the scale and returns new memory. `update_scale_` writes the
 state in place, as torch's `_amp_update_scale_` does: products with the scale are taken in float64 and rounded once, a
-growth that would reach inf is dropped. `tally_update_` adds one update to int64 totals. None synchronises. torch takes
-four operators for the first, with hysteresis about fifty for the second, and some thirty for the third.
+growth that would reach inf is dropped. `tally_update_` adds one update to int64 totals. None synchronizes. PyTorch's
+operators take four launches for the first, about fifty with hysteresis for the second, and thirty for the third.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .launch import entry, on_device
+from .launch import jit_kernel, on_device
 
-_ALONE: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+_ONE_WARP: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 
 
-@entry
+@jit_kernel
 def inverse_kernel(scale_ptr, result_ptr):
     scale = tl.load(scale_ptr)
     tl.store(result_ptr, (1.0 / scale.to(tl.float64)).to(tl.float32))
@@ -27,7 +27,7 @@ def inverse_kernel(scale_ptr, result_ptr):
     tl.store(result_ptr + 2, scale)
 
 
-@entry
+@jit_kernel
 def update_kernel(scale_ptr, tracker_ptr, left_ptr, updates_ptr, overflows_ptr, found_inf_ptr,
                   growth_factor: tl.float64, backoff_factor: tl.float64, growth_interval: tl.int64,
                   min_scale: tl.float64, max_scale: tl.float64, hysteresis: tl.int32, tolerance: tl.float64,
@@ -56,7 +56,7 @@ def update_kernel(scale_ptr, tracker_ptr, left_ptr, updates_ptr, overflows_ptr, 
     tl.store(overflows_ptr, tl.where(backs_off | grows, 0, overflows))
 
 
-@entry
+@jit_kernel
 def tally_kernel(totals_ptr, used_ptr, scale_ptr, found_inf_ptr, steps_ptr, n_steps):
     used, scale = tl.load(used_ptr), tl.load(scale_ptr)
     overflow = (tl.load(found_inf_ptr) != 0.0).to(tl.int64)
@@ -77,17 +77,17 @@ def tally_kernel(totals_ptr, used_ptr, scale_ptr, found_inf_ptr, steps_ptr, n_st
 def compile_one(device: torch.device) -> None:
     """Build Triton's driver and compile `inverse_kernel` for a device; raises what its first launch would raise.
 
-    That launch finds it compiled. Nothing is loaded or launched here.
+    Nothing is loaded or launched here, and the kernel's first launch does not compile again.
     """
     with on_device(device):
-        inverse_kernel.warmup(torch.float32, torch.float32, grid=(1,), **_ALONE)
+        inverse_kernel.warmup(torch.float32, torch.float32, grid=(1,), **_ONE_WARP)
 
 
 def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """1 / scale, a clear flag, and a copy of the scale: 0-d float32 tensors in one piece of memory."""
+    """1 / scale, a flag of 0, and a copy of the scale: 0-d float32 tensors in one allocation."""
     result = torch.empty(3, dtype=torch.float32, device=scale.device)
     with on_device(scale.device):
-        inverse_kernel[(1,)](scale, result, **_ALONE)
+        inverse_kernel[(1,)](scale, result, **_ONE_WARP)
     inverse, flag, used = result.unbind()
     return inverse, flag, used
 
@@ -109,19 +109,24 @@ def update_scale_(
     with on_device(found_inf.device):
         update_kernel[(1,)](
             *state, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
-            tolerance, REFILLS_WHEN_CLEAN=refills_when_clean, **_ALONE,
+            tolerance, REFILLS_WHEN_CLEAN=refills_when_clean, **_ONE_WARP,
         )
-    torch.autograd.graph.increment_version(state)   # a loss that was scaled has saved the scale for its backward
+    torch.autograd.graph.increment_version(state)   # a scaled loss has saved the scale for backward
 
 
 def tally_update_(totals: Tensor, used: Tensor, scale: Tensor, found_inf: Tensor, steps: Sequence[Tensor]) -> None:
-    """Add one update to `totals`, which begin with updates, overflows, overflows since the last clean update, growths,
-    backoffs, steps tried, steps skipped.
+    """Add one update to running totals.
 
-    `used` and `scale` are the scale before and after it, `steps` the flags of its steps, one float32 element each.
+    Args:
+        totals: int64, at least seven elements: updates, overflows, overflows since the last clean update, growths,
+            backoffs, steps tried, steps skipped.
+        used, scale: the scale before and after the update.
+        found_inf: the update's flag.
+        steps: the flags of its steps, one float32 element each.
     """
-    flags = torch.stack(list(steps)) if len(steps) > 1 else steps[0] if steps else found_inf
+    if len(steps) > 1:
+        flags = torch.stack(list(steps))
+    else:
+        flags = steps[0] if steps else found_inf
     with on_device(totals.device):
-        tally_kernel[(1,)](
-            totals, used, scale, found_inf, flags, len(steps), **_ALONE,
-        )
+        tally_kernel[(1,)](totals, used, scale, found_inf, flags, len(steps), **_ONE_WARP)

@@ -3,14 +3,14 @@
 Contract, per tensor, with g = sign * gradient * multiplier / grad_scale + weight_decay * p:
 
     b <- momentum * b + g
-    p <- p - lr * d, where d is b, or g + momentum * b under nesterov, or g without momentum
+    p <- p - lr * d, where d is b, or g + momentum * b with nesterov, or g without momentum
 
 params, momentum_buffers: dense CUDA tensors with equal strides, any float dtypes; grads are only read; copies
 (optional) receive the new p in their own dtype. remainders (in place of copies) and streams, both optional: see
 `ampkit_kernels.rounding`; a small launch ahead advances the streams. Where found_inf is set nothing is written.
 Hyperparameters and scalars are combined in float64 and rounded once; arithmetic in float32 (float64 for float64
-parameters), in the order of `torch.optim.SGD(foreach=False)`, with a multiply-add fused where, and only where, its CPU
-kernels fuse one. Does not synchronise.
+parameters), in the order of `torch.optim.SGD(foreach=False)`, with a multiply-add fused exactly where torch's CPU
+kernels fuse one. Does not synchronize.
 
 Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without; 2 more with a half copy. For bfloat16
 weights and gradients 10 with a bfloat16 momentum, 14 with a float32 one; 4 more with remainders.
@@ -28,7 +28,7 @@ from ..configs import Config
 from ..step_cache import Launch, StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .device_rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
-from .launch import entry, on_device
+from .launch import jit_kernel, on_device
 from .step_launch import rate_and_factor, run_step, scalars
 
 CONFIGS = {
@@ -65,7 +65,7 @@ def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight_decay, factor, keys
         p = rounded_for(pp, p, for_p)
     store_block(pp, o, p, mask, MASKED)
     if MOMENTUM:
-        if STOCHASTIC:      # no sooner: both at once take more registers
+        if STOCHASTIC:      # only here: rounding both at once takes more registers
             buffer = rounded_for(bp, buffer, for_buffer)
         store_block(bp, o, buffer, mask, MASKED)
     if COPY:
@@ -74,7 +74,7 @@ def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight_decay, factor, keys
         store_block(cp, o, remainder, mask, MASKED)
 
 
-@entry
+@jit_kernel
 def advance_kernel(addresses, n, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     go = True
@@ -84,7 +84,7 @@ def advance_kernel(addresses, n, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, COL
         advance_streams(addresses, n, lanes, lanes < n, COLUMN)
 
 
-@entry
+@jit_kernel
 def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, lr_ptr, lr: tl.float64,
                momentum: tl.float64, weight_decay: tl.float64, multiplier_ptr, grad_scale_ptr, found_inf_ptr,
                PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
@@ -119,22 +119,23 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
             if STOCHASTIC:
                 keys = stream_keys(addresses, n_tensors, t, base, 2 + MOMENTUM + (COPY or REMAINDER))
             n_full = length // BLOCK
-            # The next chunk's, ahead of the arithmetic: addresses wait for it, and elements for addresses.
+            # The next chunk's entry, ahead of the arithmetic: addresses wait for it, and elements for addresses.
             chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
+            # Not formatted: each of the many arguments would get a line of its own.
             i = 0
             while i < n_full:
                 _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, rate, kept, decay, factor, keys, ACC,
-                           MOMENTUM, NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, False)
+                           MOMENTUM, NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, False)  # fmt: skip
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
                 _sgd_block(pp, gp, bp, cp, o, o < length, rate, kept, decay, factor, keys, ACC, MOMENTUM,
-                           NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, True)
+                           NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, True)  # fmt: skip
             b += tl.num_programs(0)
 
 
 def sgd_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
-    """Launch `sgd_kernel` once per combination of dtypes; see the module's docstring. `options` are `_launch`'s."""
+    """Launch `sgd_kernel` once per combination of dtypes; see the module's docstring. `options`: for `_launch`."""
     run_step(lists, _launch, reference.sgd_, CONFIGS, 0, cache, options)
 
 
@@ -145,19 +146,19 @@ def _launch(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-    **given: Any,
+    **device_scalars: Any,
 ) -> None:
-    """`given`: as `scalars` takes it."""
+    """Launch the kernels over these rows; `device_scalars` are the arguments of `scalars`."""
     table = rows.table
-    given = scalars(table.numels, **given)
+    arguments = scalars(table.numels, **device_scalars)
     if rows.constants["STOCHASTIC"]:
         with on_device(table.device):
-            advance_kernel[(-(-table.n_tensors // _BLOCK),)](
-                table.addresses, table.n_tensors, given["found_inf_ptr"], HAS_FOUND_INF=given["HAS_FOUND_INF"],
-                COLUMN=rows.n_wide, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+            advance_kernel[((table.n_tensors + _BLOCK - 1) // _BLOCK,)](
+                table.addresses, table.n_tensors, arguments["found_inf_ptr"], HAS_FOUND_INF=arguments["HAS_FOUND_INF"],
+                COLUMN=rows.n_elementwise, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
             )
     table.launch(
         sgd_kernel, table.n_tensors, momentum=momentum, weight_decay=weight_decay, MOMENTUM=momentum != 0,
-        NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize, **given, **rows.constants,
+        NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize, **arguments, **rows.constants,
         enable_fp_fusion=False,
     )

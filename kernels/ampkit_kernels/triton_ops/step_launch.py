@@ -1,4 +1,4 @@
-"""What the optimizers' launchers share: rows that one launch steps, device scalars, the cache of a step's launches."""
+"""What the launchers of `adamw_` and `sgd_` share: rows of one launch, device scalars, the cache of launches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,48 +16,54 @@ from .pointer_table import step_table, table_for
 
 def run_step(
     lists: Mapping[str, Sequence[Tensor]],
-    launch: Callable[..., None],
+    run: Callable[..., None],
     fallback: Callable[..., None],
     configs: Mapping[int, Config],
     n_coefficients: int,
     cache: StepCache | None,
     options: Mapping[str, Any],
 ) -> None:
-    """One optimizer step over parallel lists by name: parameters, gradients, state, then copies or remainders; and
-    `steps` and `streams`, of one element per parameter, which come last in the table and in the cache.
+    """Take one optimizer step over parallel lists.
 
-    `launch` takes a `Launch` and options, `fallback` lists and options, for the rows that no kernel can address. The
-    cache is filled where there are none of those, and has tables of its own; without one they are the thread's.
+    Args:
+        lists: by name: parameters, gradients, state, then copies or remainders; and `steps` and `streams`, of one
+            element per parameter, which come last in the table and in the cache.
+        run: launches the kernels; takes a `Launch` and the options.
+        fallback: steps the rows that no kernel can address; takes lists and the options.
+        configs: launch parameters by bytes of the arithmetic.
+        n_coefficients: coefficients of a row that the kernels compute on the device.
+        cache: has tables of its own, and is filled where kernels can address all rows. None: the thread's tables.
+        options: the arguments of `adamw_` or `sgd_` from `lr` on.
     """
-    narrow = [name for name in ("steps", "streams") if name in lists]
-    wide = [name for name in lists if name not in narrow]
-    flat, other, empty = flat_rows(*(lists[name] for name in wide))
+    per_parameter = [name for name in ("steps", "streams") if name in lists]
+    elementwise = [name for name in lists if name not in per_parameter]
+    flat, other, empty = flat_rows(*(lists[name] for name in elementwise))
     rest = [*other, *empty]
     if rest:
         cache = None
         fallback({name: pick(tensors, rest) for name, tensors in lists.items()}, **options)
         if not flat:
             return
-    picked = {name: pick(lists[name], flat) for name in (*wide, *narrow)}
+    picked = {name: pick(lists[name], flat) for name in (*elementwise, *per_parameter)}
     writes = {"COPY": "copies" in lists, "REMAINDER": "remainders" in lists, "STOCHASTIC": "streams" in lists}
     launches = []
-    for parts, indices, aligned in groups(*(picked[name] for name in wide)):
+    for parts, indices, aligned in groups(*(picked[name] for name in elementwise)):
         acc = accumulator(parts[0][0].dtype)
         dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
         constants = {
             "PARAM": dtypes[0], "GRAD": dtypes[1], "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
             "COPY_TO": tl.int16 if writes["REMAINDER"] else dtypes[-1], "ACC": acc, "ALIGNED": aligned, **writes,
         }
-        # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
-        columns = [*parts, *(pick(picked[name], indices) for name in narrow)]
+        # All tables are made before the first launch, so no two launches may share one; alignment is in the key.
+        columns = [*parts, *(pick(picked[name], indices) for name in per_parameter)]
         config = configs[8 if acc is tl.float64 else 4]
         table = table_for(columns, config, aligned=aligned) if cache is None else step_table(columns, config)
         dtype = torch.float64 if acc is tl.float64 else torch.float32
         coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
         rows = None if len(indices) == len(flat) else indices
-        launches.append(Launch(launch, table, coefficients, constants, rows, len(parts)))
-    for one in launches:
-        launch(one, **options)
+        launches.append(Launch(run, table, coefficients, constants, rows, n_elementwise=len(parts)))
+    for launch in launches:
+        run(launch, **options)
     torch.autograd.graph.increment_version([*picked["params"], *picked.get("copies", ())])
     if cache is not None:
         cache.fill(list(picked.values()), launches)
@@ -66,7 +72,7 @@ def run_step(
 @triton.jit
 def rate_and_factor(one, lr_ptr, lr, multiplier_ptr, grad_scale_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
                     HAS_GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """The learning rate and the factor on gradients, as `one` times a number."""
+    """The learning rate and the factor on gradients, each times `one`, which gives shape and type."""
     rate = one * lr
     if HAS_LR:
         rate = one * tl.load(lr_ptr).to(tl.float64)
@@ -88,7 +94,7 @@ def scalars(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The arguments of a kernel for what an optimizer may be given as a device scalar; `unused` where there is none."""
+    """A kernel's arguments for the numbers that may be device scalars; `unused` is the pointer where there is none."""
     lr_is_tensor = isinstance(lr, Tensor)
     return {
         "lr_ptr": lr if lr_is_tensor else unused, "lr": 0.0 if lr_is_tensor else lr, "HAS_LR": lr_is_tensor,

@@ -1,7 +1,7 @@
 """unscale_ and multiply_: g <- g * factor in place. One launch per dtype.
 
 Contract. grads: dense CUDA tensors of any float dtype at any element-aligned address, none empty. factor (inv_scale),
-found_inf: one float32 element each. Arithmetic in float32 (float64 for float64), one rounding. Neither synchronises.
+found_inf: one float32 element each. Arithmetic in float32 (float64 for float64), one rounding. Neither synchronizes.
 
 `unscale_` sets found_inf to 1.0, never clears it, where a product as it is stored is not finite, by plain stores (every
 writer writes the same value): with a factor of at most 1 exactly where the incoming value is not finite, with a factor
@@ -24,7 +24,7 @@ from .. import reference
 from ..configs import Config
 from ..tensor_lists import by_dtype
 from .chunks import chunk_bounds, load_block, store_block
-from .launch import entry, flat_rows, one_list, pick
+from .launch import flat_rows, jit_kernel, list_constants, pick
 from .pointer_table import table_for
 
 CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)}  # by bytes per element
@@ -34,11 +34,11 @@ CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)} 
 def _unscale_block(p, o, mask, factor, bad, DTYPE: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr):
     y = (load_block(p, o, mask, ACC, MASKED) * factor).to(DTYPE)
     store_block(p, o, y, mask, MASKED)
-    # Adds 0 while values are finite, and NaN, which stays, for one that is not.
+    # Adds 0 for a finite value, NaN for any other; NaN stays.
     return bad + y.to(ACC) * 0.0
 
 
-@entry
+@jit_kernel
 def unscale_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, factor_ptr, found_inf_ptr,
                    DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr, CHECKS: tl.constexpr,
                    SKIPS: tl.constexpr, BLOCK: tl.constexpr):
@@ -96,4 +96,4 @@ def _launch(grads: Sequence[Tensor], factor: Tensor, flag: Tensor, **constants: 
     for group in by_dtype(grads):
         dtype = group[0].dtype
         table = table_for([group], CONFIGS[dtype.itemsize])
-        table.launch(unscale_kernel, factor, flag, **one_list(dtype), **constants)
+        table.launch(unscale_kernel, factor, flag, **list_constants(dtype), **constants)

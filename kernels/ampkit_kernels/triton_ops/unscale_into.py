@@ -7,9 +7,9 @@ Contract. sources, destinations: dense CUDA tensors of float dtypes, equal shape
 those of `unscale_into_` share no memory. inv_scale, found_inf: one float32 element each. found_inf is set to 1.0, never
 cleared, where the product, as the destination's dtype holds it, is not finite; the sum is not checked. Arithmetic in
 float32 (float64 where a list is float64), product and sum rounded once each. A cast rounds to nearest even; float64
-goes to half precision through float32 as PyTorch's copy does. Neither synchronises.
+goes to half precision through float32 as PyTorch's copy does. Neither synchronizes.
 
-Bytes per element: one read, one write (6 between float32 and float16), one read more where it accumulates.
+Bytes per element: one read, one write (6 between float32 and float16), another read with `accumulate`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config, resident_programs
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .launch import TRITON_DTYPES, accumulator, entry, flat_rows, groups, pick
+from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, jit_kernel, pick
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)
@@ -40,12 +40,12 @@ def _unscale_into_block(source, destination, o, mask, inv_scale, bad, DESTINATIO
     else:
         store_block(destination, o, x, mask, MASKED)
     if SCALES:
-        # Adds 0 while values are finite, and NaN, which stays, for one that is not.
+        # Adds 0 for a finite value, NaN for any other; NaN stays.
         bad += x * 0.0
     return bad
 
 
-@entry
+@jit_kernel
 def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, inv_scale_ptr, found_inf_ptr,
                         SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ACC: tl.constexpr, SCALES: tl.constexpr,
                         ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
@@ -97,7 +97,7 @@ def unscale_into_(
         table.launch(
             unscale_into_kernel, table.n_tensors, inv_scale, found_inf, **_dtypes(parts), ACC=accumulator(dtype),
             SCALES=True, ACCUMULATE=accumulate, ALIGNED=aligned,
-            enable_fp_fusion=False,  # product and sum are rounded apart, as on the CPU
+            enable_fp_fusion=False,  # product and sum are rounded separately, as on the CPU
         )
         torch.autograd.graph.increment_version(parts[1])
 
