@@ -1,4 +1,4 @@
-"""Checks that only a CUDA device can answer: torch's own operators, streams, graphs, sizes."""
+"""Checks that need a CUDA device: torch's own operators, streams, graphs, sizes, FP8."""
 
 import copy
 import itertools
@@ -31,38 +31,38 @@ def unscale_has_torchs_bits(device: torch.device) -> None:
 @check
 def moving_gradients_on_two_streams(device: torch.device) -> None:
     streams = [torch.cuda.Stream(device) for _ in range(2)]
-    done = []
+    running = []
     for i in range(60):
         with torch.cuda.stream(streams[i % 2]):
-            # Fresh tensors in every round: addresses move while earlier launches may still be running.
+            # New tensors in every round: addresses change while earlier launches may still be running.
             grads = [torch.full((n,), float(i), device=device) for n in (5, 70_000, 300)]
             kernels.unscale_(grads, scalar(0.5, device), torch.zeros((), device=device))
-            done.append((i, grads))
-        if len(done) > 8:
-            done.pop(0)
+            running.append((i, grads))
+        if len(running) > 8:
+            running.pop(0)
     torch.cuda.synchronize(device)
-    for i, grads in done:
+    for i, grads in running:
         same(grads, [torch.full_like(g, i / 2) for g in grads], f"round {i}")
 
 
 @check
 def float32_results_of_16_bit_products(device: torch.device) -> None:
-    """Products of small integers are exact, so the order of sums has no part in it."""
+    """Products of small integers are exact, so the order of sums makes no difference."""
     policy = Policy.default("cuda").with_rules(dict.fromkeys(("aten::linear", "aten::bmm"), Rule.LOWER_FLOAT32_OUT))
     for dtype in (torch.bfloat16, torch.float16):
         x, w = (torch.randint(-9, 9, (3, 64, 64), device=device).float().requires_grad_() for _ in range(2))
         with autocast("cuda", dtype, policy=policy):
-            found = torch.bmm(x, w), torch.nn.functional.linear(x, w[0])
+            products = torch.bmm(x, w), torch.nn.functional.linear(x, w[0])
         want = torch.bmm(x, w), torch.nn.functional.linear(x, w[0])
-        same(found, want, str(dtype))
-        for ours, theirs in zip(found, want, strict=True):
+        same(products, want, str(dtype))
+        for ours, theirs in zip(products, want, strict=True):
             wanted = [grad.to(dtype).float() for grad in torch.autograd.grad(theirs.sum(), (x, w))]
             same(torch.autograd.grad(ours.sum(), (x, w)), wanted, f"gradients, {dtype}")
 
 
 @check
 def captured_operations_replay(device: torch.device) -> None:
-    """The graph's tables are copied from memory that nothing else is given."""
+    """The graph's tables are copied from memory that no other launch gets."""
     from ampkit_kernels.triton_ops import pointer_table
 
     grads, others = (gradients(torch.float32, scale=8.0, device=device) for _ in range(2))
@@ -78,7 +78,7 @@ def captured_operations_replay(device: torch.device) -> None:
     with torch.cuda.graph(graph):
         norm = work()
     for i in range(4):
-        # Whatever host and device memory the eager path used is gone, or rewritten.
+        # Host and device memory of the eager path is freed or rewritten.
         pointer_table._per_thread = pointer_table._PerThread()
         kernels.unscale_([g.clone() for g in others], inv, scalar(0.0, device))
         values = [torch.randn_like(g) for g in grads]
@@ -96,7 +96,7 @@ def captured_operations_replay(device: torch.device) -> None:
 def more_than_two_to_the_31_elements(device: torch.device) -> None:
     n = 2**31 + 4099
     if torch.cuda.mem_get_info(device)[0] < 3 * n * 2:
-        return  # half-precision storage and room to look at it
+        return  # for the tensor, and as much again to read elements of it
     grad = torch.ones(n, dtype=torch.float16, device=device)
     grad[-1] = 4.0
     flag = torch.zeros((), device=device)
@@ -147,7 +147,7 @@ def float8_casts_have_the_reference_bits(device: torch.device) -> None:
 
 @check
 def float8_linear_layers_follow_the_cpu(device: torch.device) -> None:
-    """Layouts of `scaled_mm`, fast accumulation, rows that are padded."""
+    """With the layouts of `scaled_mm`, fast accumulation and padded rows."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return
     for rule, rows in itertools.product(RECIPES, (16, 33, 512)):
@@ -155,5 +155,5 @@ def float8_linear_layers_follow_the_cpu(device: torch.device) -> None:
         want = step(layer, x, grad, fp8(rule))
         region = fp8(rule, device_type=device.type)
         got = step(copy.deepcopy(layer).to(device), x.to(device), grad.to(device), region)
-        for each, expected in zip(got, want, strict=True):
-            close(each, expected, 0.02, f"{rule.name}, {rows} rows")
+        for result, expected in zip(got, want, strict=True):
+            close(result, expected, 0.02, f"{rule.name}, {rows} rows")

@@ -1,7 +1,7 @@
-"""Each operation on a device beside plain arithmetic; on the CPU, with TRITON_INTERPRET=1, in the interpreter.
+"""Each operation beside plain arithmetic, on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's interpreter.
 
-`impl` is "triton", or on the CPU "reference". The interpreter truncates to bfloat16, where a GPU rounds, and takes
-bfloat16's subnormals for 0: there these checks keep to bfloat16 values and products that are exact.
+`impl` is "triton", or on the CPU "reference". The interpreter truncates to bfloat16, where a GPU rounds, and turns
+bfloat16's subnormals into 0: there these checks use bfloat16 values and products that are exact.
 """
 
 import functools
@@ -24,7 +24,7 @@ ORDERS = (1.0, 2.0, float("inf"))
 
 
 def truncates(device: torch.device, impl: str, dtype: torch.dtype) -> bool:
-    """Whether this is the interpreter's bfloat16."""
+    """Whether results are truncated: the interpreter's bfloat16."""
     return device.type == "cpu" and impl == "triton" and dtype is torch.bfloat16
 
 
@@ -37,7 +37,7 @@ def product(value: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
 def flagged(
     operation: Callable[..., Any], *lists: list[Tensor], factor: float, impl: str, flag: float = 0.0, **options: Any
 ) -> tuple[float, Any]:
-    """Run an operation that checks; the flag that it leaves, and its result."""
+    """Run an operation that sets `found_inf`; returns the flag afterwards, and the operation's result."""
     device = lists[0][0].device
     found_inf = scalar(flag, device)
     result = operation(*lists, scalar(factor, device), found_inf, impl=impl, **options)
@@ -86,7 +86,7 @@ def casts_equal_pytorchs(device: torch.device, impl: str = "triton") -> None:
 
 @check
 def every_half_pattern(device: torch.device, impl: str = "triton") -> None:
-    """In place and into float32, by a factor that overflows, one that makes subnormals, and without one; every tie."""
+    """In place and into float32, times factors that overflow or make subnormals, and as casts; every tie."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype, factor in itertools.product(HALF, (1.0, 0.5, 0.001, 3.0)):
         patterns, exact, what = bits.view(dtype), truncates(device, impl, dtype), f"{dtype} factor {factor}"
@@ -137,7 +137,7 @@ def every_planted_value_is_found(device: torch.device, impl: str = "triton") -> 
 
 @check
 def a_product_that_overflows_is_found_by_all_alike(device: torch.device, impl: str = "triton") -> None:
-    """As it would be stored: from half a spacing above the largest number on."""
+    """Overflow is judged as stored: it starts half a spacing above the largest number."""
     for dtype in FLOATS[:1] + HALF:
         largest, tie = torch.finfo(dtype).max, 2.0 - torch.finfo(dtype).eps / 2
         cases = [(largest / 2, factor) for factor in (0.25, 1.0, 1.5, 4.0)]
@@ -146,10 +146,10 @@ def a_product_that_overflows_is_found_by_all_alike(device: torch.device, impl: s
             cases += [(power, tie), (-power, tie - 2.0**-23)]
         for value, factor in cases:
             grads = [torch.full((20,), value, dtype=dtype, device=device), torch.ones(3, device=device)]
-            into, given = [torch.empty_like(g) for g in grads], {"factor": factor, "impl": impl}
-            flags = [flagged(kernels.norm_and_check, grads, norm_type=order, **given)[0] for order in ORDERS]
-            flags += [flagged(kernels.unscale_into_, grads, into, **given)[0]]
-            flags += [flagged(kernels.unscale_, grads, **given)[0]]
+            into, keywords = [torch.empty_like(g) for g in grads], {"factor": factor, "impl": impl}
+            flags = [flagged(kernels.norm_and_check, grads, norm_type=order, **keywords)[0] for order in ORDERS]
+            flags += [flagged(kernels.unscale_into_, grads, into, **keywords)[0]]
+            flags += [flagged(kernels.unscale_, grads, **keywords)[0]]
             expected = float(not product(torch.tensor(value), factor, dtype).isfinite())
             assert flags == [expected] * 5, f"{value} times {factor} in {dtype}"
 
@@ -159,18 +159,18 @@ def norms_against_float64(device: torch.device, impl: str = "triton") -> None:
     lists = [gradients(dtype, scale=10.0, device=device) for dtype in FLOATS]
     mixed = [g for part in lists for g in part[3:6]]
     for grads, order in itertools.product([*lists, mixed], ORDERS):
-        guarded, given = Guarded(grads), {"factor": 0.25, "impl": impl, "norm_type": order}
+        guarded, keywords = Guarded(grads), {"factor": 0.25, "impl": impl, "norm_type": order}
         before = [buffer.clone() for buffer in guarded.buffers]
-        flag, norm = flagged(kernels.norm_and_check, guarded.views, **given)
+        flag, norm = flagged(kernels.norm_and_check, guarded.views, **keywords)
         want = torch.linalg.vector_norm(torch.cat([g.double() for g in grads]) * 0.25, order)
         what = f"{grads[0].dtype} to {grads[-1].dtype}, order {order}"
         close(norm, want, 1e-5 if device.type == "cuda" else 2e-6, what)
         assert norm.dtype is (torch.float64 if {g.dtype for g in grads} & {torch.float64} else torch.float32)
         assert flag == 0.0, what
         if device.type == "cuda" or order == 2.0:
-            same([norm], [flagged(kernels.norm_and_check, guarded.views, **given)[1]], f"{what}, again")
+            same([norm], [flagged(kernels.norm_and_check, guarded.views, **keywords)[1]], f"{what}, again")
         same(guarded.buffers, before, what)
-    for dtype in FLOATS[:3]:    # squares that overflow are no overflow
+    for dtype in FLOATS[:3]:    # squares that overflow set no flag
         grads = [torch.full((300,), torch.finfo(dtype).max, dtype=dtype, device=device)]
         assert flagged(kernels.norm_and_check, grads, factor=1.0, impl=impl)[0] == 0.0
 
@@ -200,7 +200,7 @@ Lists = dict[str, list[Tensor]]
 
 
 def at_the_start(operation: Callable[..., None], params: Sequence[Tensor], device: torch.device) -> Lists:
-    """The lists of an optimizer by name, at any address."""
+    """The lists of an optimizer's first step by name, at aligned and other addresses."""
     wide = torch.promote_types(params[0].dtype, torch.float32)
     zeros = [torch.zeros_like(p, dtype=wide, device=device) for p in params]
     lists = {"params": Guarded([p.to(device) for p in params]).views}
@@ -210,14 +210,14 @@ def at_the_start(operation: Callable[..., None], params: Sequence[Tensor], devic
 
 
 def take_step(operation: Callable[..., None], lists: Lists, grads: Sequence[Tensor], **options: Any) -> None:
-    """Tensors among the options go to the device of the lists."""
+    """Take a step; tensors among the options are moved to the device of the lists."""
     device = lists["params"][0].device
-    here = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-    operation(grads=grads, **lists, **here)
+    moved = {name: option.to(device) if isinstance(option, Tensor) else option for name, option in options.items()}
+    operation(grads=grads, **lists, **moved)
 
 
 def steps_within_an_ulp(operation: Callable[..., None], device: torch.device, impl: str, **options: Any) -> None:
-    """Scaled gradients, some steps skipped; each step beside the reference's on the CPU from the same state."""
+    """Scaled gradients, some steps skipped; each step is compared with the reference's on the CPU from equal state."""
     dtype = options.pop("dtype", torch.float32)
     grads_dtype = options.pop("grads", dtype)
     sizes = (0, 1, 17, 255, 257, 1030) if device.type == "cpu" else None
@@ -228,9 +228,9 @@ def steps_within_an_ulp(operation: Callable[..., None], device: torch.device, im
         sent = Guarded([g.to(device) for g in grads], (0, 1)).views
         before = {name: [t.clone() for t in tensors] for name, tensors in ours.items()}
         what, found_inf = f"{dtype} {options}, step {i}", scalar(float(i in (0, 2)))
-        given = {**options, "multiplier": scalar(2.0**-11), "grad_scale": scalar(0.5), "found_inf": found_inf}
-        take_step(operation, ours, sent, impl=impl, **given)
-        take_step(operation, theirs, grads, impl="reference", **given)
+        keywords = {**options, "multiplier": scalar(2.0**-11), "grad_scale": scalar(0.5), "found_inf": found_inf}
+        take_step(operation, ours, sent, impl=impl, **keywords)
+        take_step(operation, theirs, grads, impl="reference", **keywords)
         same(sent, grads, f"{what}: gradients were written")
         if found_inf:
             for name, tensors in ours.items():
@@ -238,7 +238,7 @@ def steps_within_an_ulp(operation: Callable[..., None], device: torch.device, im
             continue
         same(ours.get("steps", []), theirs.get("steps", []), what)
         same(ours["copies"], [p.half() for p in ours["params"]], what)
-        # Against what goes into a sum, not what is left of it: momenta and parameters may cancel to almost nothing.
+        # Ulps of a sum's operands, not of the sum: momenta and parameters may cancel to almost nothing.
         first, *second = STATE[operation][:2]
         operands = zip(theirs["params"], grads, theirs[first], strict=True)
         size = [p.abs() + g.abs() / 1024 + m.abs() + 0.02 for p, g, m in operands]
@@ -257,15 +257,15 @@ def adamw_steps_within_an_ulp(device: torch.device, impl: str = "triton") -> Non
     for options in ADAMW:
         steps_within_an_ulp(kernels.adamw_, device, impl, **{**USUAL, **options})
     for late in (9_999.0, 1_000_000.0):     # bias corrections
-        found = []
+        results = []
         for where, chosen in ((device, impl), (torch.device("cpu"), "reference")):
             lists = at_the_start(kernels.adamw_, [torch.ones(20)], where)
             lists["steps"][0].fill_(late)
             grad = torch.full((20,), 0.1, device=where)
             take_step(kernels.adamw_, lists, [grad], impl=chosen, **{**USUAL, "lr": torch.tensor(0.01)})
-            found.append(lists)
-        same(found[0]["steps"], [torch.tensor(late + 1)], "count")
-        ours, theirs = (lists["params"] for lists in found)
+            results.append(lists)
+        same(results[0]["steps"], [torch.tensor(late + 1)], "count")
+        ours, theirs = (lists["params"] for lists in results)
         within_ulps(ours, theirs, theirs, 1.0, f"step {late + 1}")
 
 
@@ -276,7 +276,7 @@ def sgd_steps_within_an_ulp(device: torch.device, impl: str = "triton") -> None:
 
 
 def from_bfloat16(dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
-    """Values that bfloat16 holds; the last tensor has another order of dimensions."""
+    """Values that bfloat16 can represent; the last tensor has another order of dimensions."""
     torch.manual_seed(seed)
     values = gradients(torch.bfloat16, (0, 1, 17, 257, 1030, 24))
     values[-1] = values[-1].reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
@@ -288,37 +288,37 @@ def streams_on(device: torch.device) -> list[Tensor]:
 
 
 def stepped(
-    operation: Callable[..., None], param: torch.dtype, state: torch.dtype, device: torch.device, **given: Any
+    operation: Callable[..., None], param: torch.dtype, state: torch.dtype, device: torch.device, **options: Any
 ) -> list[list[Tensor]]:
-    """Parameters and state after a step from values that bfloat16 holds."""
+    """Parameters and state after a step from values that bfloat16 can represent."""
     lists = {"params": from_bfloat16(param, device), "grads": from_bfloat16(torch.bfloat16, device, 1)}
     for seed, name in enumerate(STATE[operation], 2):
         lists[name] = [t.abs() for t in from_bfloat16(state, device, seed)]
     if operation is kernels.adamw_:
-        given |= {**USUAL, "amsgrad": True, "steps": [scalar(1.0, device) for _ in lists["params"]]}
+        options |= {**USUAL, "amsgrad": True, "steps": [scalar(1.0, device) for _ in lists["params"]]}
     else:
-        given |= {"lr": 0.1, "momentum": 0.9}
-    operation(**lists, **{**given, "weight_decay": 0.1})
+        options |= {"lr": 0.1, "momentum": 0.9}
+    operation(**lists, **{**options, "weight_decay": 0.1})
     return [lists["params"], *(lists[name] for name in STATE[operation])]
 
 
 @check
 def bfloat16_steps_are_float32_ones_rounded(device: torch.device, impl: str = "triton") -> None:
-    """What is computed in float32, rounded at random by PyTorch's operations, is stored in bfloat16, to the bit."""
+    """The bits stored in bfloat16 are the float32 results, stochastically rounded by PyTorch's operations."""
     low, wide, skip = torch.bfloat16, torch.float32, scalar(1.0, device)
     for operation in STATE:
         kind, step = operation.__name__, functools.partial(stepped, operation, device=device, impl=impl)
         exact, streams = step(wide, wide), streams_on(device)
         advanced = [stream + rounding.STEP for stream in streams]
         same(step(low, low, streams=streams, found_inf=skip)[0], from_bfloat16(low, device), "a skipped step")
-        found = step(low, low, streams=streams)
+        rounded = step(low, low, streams=streams)
         same(streams, advanced, "streams")
-        for number, (ours, unrounded) in enumerate(zip(found, exact, strict=True)):
+        for number, (ours, unrounded) in enumerate(zip(rounded, exact, strict=True)):
             bits = [rounding.random_bits(stream, w)[number] for stream, w in zip(advanced, unrounded, strict=True)]
             want = [rounding.rounded(w, b).bfloat16() for w, b in zip(unrounded, bits, strict=True)]
             same(ours, want, f"{kind}, list {number}")
         mixed = step(wide, low, streams=streams_on(device))
-        same(mixed[0] + mixed[1], exact[0] + found[1], f"{kind}, float32 weights with moments of bfloat16")
+        same(mixed[0] + mixed[1], exact[0] + rounded[1], f"{kind}, float32 weights with moments of bfloat16")
 
 
 @check
@@ -332,9 +332,9 @@ def remainders_are_stepped_as_float32(device: torch.device, impl: str = "triton"
         kind, step = operation.__name__, functools.partial(stepped, operation, device=device, impl=impl)
         exact, zeros = step(wide, wide), [torch.zeros_like(t).half() for t in from_bfloat16(low, device)]
         remainders = [t.clone() for t in zeros]
-        found = step(low, wide, remainders=remainders)
+        results = step(low, wide, remainders=remainders)
         weights, cut = zip(*(rounding.split(weight) for weight in exact[0]), strict=True)
-        same(found[0] + found[1], [*weights, *exact[1]], f"{kind}, weights and momenta")
+        same(results[0] + results[1], [*weights, *exact[1]], f"{kind}, weights and momenta")
         same(numbers(remainders), numbers(cut), f"{kind}, remainders")
         step(low, wide, remainders=remainders, found_inf=skip)
         same(numbers(remainders), numbers(cut), f"{kind}, a skipped step")

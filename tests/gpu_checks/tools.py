@@ -1,4 +1,4 @@
-"""What the checks share: how they are registered, the lists they run over, how results are compared."""
+"""Shared by the checks: their registry, the lists that they run over, comparisons of results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Check = Callable[..., None]     # of a device, and of an `impl` where the CPU has one too
+Check = Callable[..., None]     # takes a device, and an `impl` where the CPU has the operation too
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
-# Around a vector of 16, and around the blocks and chunks of the interpreter's launches (256 and 1024) and of a GPU's.
+# Around 16 elements, and around the blocks and chunks of the interpreter's launches (256 and 1024) and of a GPU's.
 SIZES = (0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4097)
-LONG = [3_000_000, 70_001]      # on a GPU; a memory checker, which slows everything down, takes the shorter alone
+LONG = [3_000_000, 70_001]      # on a GPU; under a memory checker, which is slow, only the shorter one
 GUARD = 7.0
 
 
@@ -25,7 +25,7 @@ class Registry(dict[str, Check]):
 
 
 class Guarded:
-    """Copies of tensors at element offsets into larger buffers, whose other elements must not change."""
+    """Copies of tensors at element offsets in larger buffers, whose other elements must not change."""
 
     def __init__(self, values: Sequence[Tensor], offsets: Sequence[int] = (0, 1, 3)) -> None:
         self.buffers, self.views = [], []
@@ -36,16 +36,17 @@ class Guarded:
             self.views.append(self.buffers[-1][start : start + value.numel()].copy_(value))
 
     def check(self, what: str) -> None:
-        """Raise where an element outside the views has changed; their own are written over."""
+        """Raise where an element outside the views has changed; overwrites the views."""
         for buffer, view in zip(self.buffers, self.views, strict=True):
             view.fill_(GUARD)
-            assert bool((buffer == GUARD).all()), f"{what}: wrote outside"
+            changed = (buffer != GUARD).nonzero().flatten().tolist()
+            assert not changed, f"{what}: elements {changed[:8]} outside a tensor were written"
 
 
 def gradients(
     dtype: torch.dtype, sizes: Sequence[int] | None = None, scale: float = 1.0, device: Any = "cpu"
 ) -> list[Tensor]:
-    """Normal values, of lengths that reach the kernels' corners."""
+    """Normally distributed values, of lengths at the borders of the kernels' blocks and chunks."""
     if sizes is None:
         sizes = (*SIZES, *LONG) if torch.device(device).type == "cuda" else SIZES
     return [(torch.randn(n) * scale).to(dtype).to(device) for n in sizes]
@@ -63,7 +64,7 @@ def same(got: Sequence[Tensor], want: Sequence[Tensor], what: str = "") -> None:
 
 
 def close(got: Tensor, want: Tensor | float, relative: float, what: str) -> None:
-    """Relative distance within bounds; NaN never passes."""
+    """The largest difference, relative to the largest value, is within bounds; NaN never passes."""
     want = torch.as_tensor(want).double().cpu()
     error = ((got.double().cpu() - want).abs().max() / want.abs().max().clamp(min=1e-300)).item()
     assert error <= relative, f"{what}: off by {error:.3g}, allowed {relative:.3g}"

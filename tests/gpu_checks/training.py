@@ -1,6 +1,6 @@
-"""Training on CUDA in step with torch.amp: a convolutional network and a small GPT in fp16, and a captured loop.
+"""Training on CUDA beside torch.amp: a convolutional network and a small GPT in float16, and a captured iteration.
 
-Only modules whose backward adds up in a fixed order: bits are compared here.
+The modules' backward adds in a fixed order, because bits are compared.
 """
 
 import functools
@@ -57,23 +57,23 @@ def iteration(
 
 
 def losses_and_scales(make: Any, device: torch.device, region: Any, scaler_class: Any, optimizer: Any) -> list[Tensor]:
-    """Of every step; the third batch's loss overflows."""
+    """Loss and scale of every step; the third batch's loss overflows."""
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.manual_seed(0)
     model, batches = make(device)
     scaler = scaler_class(device.type, init_scale=2.0**12)
     parts = model, optimizer(model.parameters(), lr=1e-3), scaler, functools.partial(region, device.type, torch.float16)
-    found = []
+    rows = []
     with sdpa_kernel(SDPBackend.MATH):
         for i, batch in enumerate(batches):
             loss = iteration(*parts, batch, float("inf") if i == 2 else 1.0)
-            found.append(torch.tensor([loss.item(), scaler.get_scale()]))
-    return found
+            rows.append(torch.tensor([loss.item(), scaler.get_scale()]))
+    return rows
 
 
 @check
 def losses_and_scales_are_torch_amps(device: torch.device) -> None:
-    """To the bit; with our optimizer, whose steps round otherwise, within bounds."""
+    """To the bit; with ampkit's AdamW, whose steps round differently, within bounds."""
     like_torch = functools.partial(autocast, policy=Policy.torch(device.type))
     for make in (cnn, gpt):
         want = losses_and_scales(make, device, torch.autocast, torch.amp.GradScaler, torch.optim.AdamW)
@@ -105,7 +105,7 @@ def a_captured_iteration_replays(device: torch.device) -> None:
     with torch.cuda.stream(side):
         got = [step(batch).item() for batch in batches[:3]]
     torch.cuda.current_stream(device).wait_stream(side)
-    step.args[1].zero_grad()    # what the side stream has made is not freed in the capture
+    step.args[1].zero_grad()    # so that the capture does not free gradients of the side stream
     inputs, targets = (part.clone() for part in batches[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

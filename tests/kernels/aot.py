@@ -1,6 +1,6 @@
-"""Ahead-of-time compilation without a GPU, and what the machine code says: access widths, registers, spills.
+"""Ahead-of-time compilation without a GPU, and facts read from the machine code: access widths, registers, spills.
 
-Triton's wheel carries ptxas and cuobjdump; neither needs a driver. Must run in a process without TRITON_INTERPRET.
+Triton's wheel has ptxas and cuobjdump, which need no driver. Must run in a process without TRITON_INTERPRET.
 """
 
 import re
@@ -26,12 +26,18 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);")
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel variant, and what its machine code must look like.
+    """One kernel variant, and the requirements on its machine code.
 
-    wide_loads, wide_stores: at least so many 128-bit global accesses (0: nothing is asked). max_registers: per thread.
-    lists_read: all of these are loaded before anything is stored, in every turn of a loop; of a single one, which the
-    compiler knows not to overlap, most is. programs: of its grid that a multiprocessor should hold at once, from sm_90
-    on (0: nothing is asked). bad: words of the fault that must be found.
+    Args:
+        name: unique among the cases.
+        source, options: what Triton compiles.
+        max_registers: per thread.
+        capabilities: to compile for.
+        wide_loads, wide_stores: the least number of 128-bit global accesses.
+        lists_read: so many lists are loaded before anything is stored, in every iteration of a loop; of a single list,
+            which the compiler knows not to overlap, at least half.
+        programs: of its grid that a multiprocessor must hold at once, from sm_90 on.
+        bad: words of the fault that must be found; empty for a good kernel.
     """
 
     name: str
@@ -48,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Code:
-    """Facts about one compiled variant. `loops`: for each innermost loop its global accesses, in order."""
+    """Facts about one compiled variant; `loops` has the global accesses of each innermost loop, in order."""
 
     accesses: Counter
     registers: int
@@ -58,7 +64,7 @@ class Code:
     loops: tuple[tuple[str, ...], ...] = ()
 
     def wide(self, kind: str) -> int:
-        """How many 128-bit global loads ("LDG") or stores ("STG") the code holds."""
+        """How many 128-bit global loads ("LDG") or stores ("STG") the code has."""
         return sum(count for name, count in self.accesses.items() if name.startswith(kind) and ".128" in name)
 
 
@@ -68,9 +74,9 @@ def compile_case(case: Case, capability: int) -> bytes:
 
 
 def read(binaries: Sequence[bytes], capability: int) -> list[Code]:
-    """What the machine code of these binaries says.
+    """Facts about the machine code of these binaries.
 
-    The disassembler takes longer to start than to read a kernel, and one file: it is given all of them end to end.
+    The disassembler takes longer to start than to read a kernel, and reads one file: all kernels are concatenated.
     """
     if not binaries:
         return []
@@ -83,7 +89,7 @@ def read(binaries: Sequence[bytes], capability: int) -> list[Code]:
         path.write_bytes(b"".join(map(text_section, binaries)))
         lines = _output("nvdisasm", "-b", f"SM{capability}", path)
     instructions = [(int(at, 16), text) for at, text in INSTRUCTION.findall(lines)]
-    found, start = [], 0
+    codes, start = [], 0
     for binary, usage in zip(binaries, usages, strict=True):
         end = start + len(text_section(binary))
         own = [(at, text) for at, text in instructions if start <= at < end]
@@ -92,9 +98,9 @@ def read(binaries: Sequence[bytes], capability: int) -> list[Code]:
         if resources is None or not accesses:
             raise RuntimeError(f"no resources or no code were reported: {usage[-300:]}")
         registers, stack, local = map(int, resources.groups())
-        found.append(Code(accesses, registers, stack, local, capability, innermost_loops(own)))
+        codes.append(Code(accesses, registers, stack, local, capability, innermost_loops(own)))
         start = end
-    return found
+    return codes
 
 
 def _output(tool: str, *arguments: Any) -> str:
@@ -112,9 +118,9 @@ def text_section(elf: bytes) -> bytes:
 
 
 def innermost_loops(code: Sequence[tuple[int, str]]) -> tuple[tuple[str, ...], ...]:
-    """The global accesses of each loop that holds no other, in the order of its instructions (address and text).
+    """The global accesses of each innermost loop, in the order of its instructions (address and text).
 
-    A loop is what lies between a backward branch and where it goes to.
+    A loop is the code between a backward branch and its target.
     """
     branch = re.compile(r"\bBRA(?:\.\w+)* (?:!?U?P\w+, )?(0x[0-9a-f]+)")
     loops = [(int(to, 16), at) for at, text in code for to in branch.findall(text) if int(to, 16) < at]
@@ -129,38 +135,38 @@ def innermost_loops(code: Sequence[tuple[int, str]]) -> tuple[tuple[str, ...], .
 
 
 def faults(case: Case, code: Code) -> list[str]:
-    """What is wrong with the machine code, in sentences; empty when nothing is."""
+    """The faults of the machine code, in sentences."""
     wrong = []
-    for kind, what, least in (("LDG", "loads", case.wide_loads), ("STG", "stores", case.wide_stores)):
+    for kind, accesses, least in (("LDG", "loads", case.wide_loads), ("STG", "stores", case.wide_stores)):
         if code.wide(kind) < least:
-            found = ", ".join(f"{count} {name}" for name, count in sorted(code.accesses.items()))
-            wrong.append(f"{code.wide(kind)} 128-bit {what}, expected at least {least}: {found}")
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(code.accesses.items()))
+            wrong.append(f"{code.wide(kind)} 128-bit {accesses}, expected at least {least}: {counts}")
     spills = sum(count for name, count in code.accesses.items() if name.startswith(("LDL", "STL")))
     if code.stack or code.local or spills:
         wrong.append(f"spills: stack {code.stack} bytes, local {code.local} bytes, {spills} local accesses")
     for loop in code.loops:
-        turn = [name[:3] for name in one_turn(loop)]
-        if not {"LDG", "STG"} <= set(turn):
+        accesses = [name[:3] for name in one_iteration(loop)]
+        if not {"LDG", "STG"} <= set(accesses):
             continue
-        n_loads = turn.index("STG")
-        late = turn[n_loads:].count("LDG")
+        n_loads = accesses.index("STG")
+        late = accesses[n_loads:].count("LDG")
         if n_loads < case.lists_read or late > (0 if case.lists_read > 1 else n_loads // 2):
             wrong.append(
-                f"a load waits for a store: {n_loads} loads before the first one in a turn of a loop over "
-                f"{case.lists_read} lists: {', '.join(one_turn(loop))}"
+                f"a load waits for a store: {n_loads} loads before the first store in an iteration of a loop over "
+                f"{case.lists_read} lists: {', '.join(one_iteration(loop))}"
             )
     resident = resident_programs(code.registers, case.options["num_warps"])
     if code.capability >= 90 and resident < case.programs:
         wrong.append(
-            f"{resident} programs of {code.registers} registers fit a multiprocessor, its grid has {case.programs}"
+            f"{resident} programs of {code.registers} registers fit a multiprocessor; the grid has {case.programs}"
         )
     if code.registers > case.max_registers:
-        wrong.append(f"{code.registers} registers per thread, ceiling {case.max_registers}")
+        wrong.append(f"{code.registers} registers per thread, expected at most {case.max_registers}")
     if not case.bad:
         return wrong
-    return [] if case.bad in "; ".join(wrong) else [f"nothing says {case.bad!r} of a bad kernel: {wrong}"]
+    return [] if case.bad in "; ".join(wrong) else [f"no fault of this bad kernel is {case.bad!r}: {wrong}"]
 
 
-def one_turn(loop: tuple[str, ...]) -> tuple[str, ...]:
-    """What is repeated in a loop that the compiler has unrolled; all of it where nothing is."""
+def one_iteration(loop: tuple[str, ...]) -> tuple[str, ...]:
+    """The repeated part of a loop that the compiler has unrolled, or all of the loop."""
     return next((loop[:n] for n in range(1, len(loop)) if loop[:n] * (len(loop) // n) == loop), loop)

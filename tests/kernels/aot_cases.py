@@ -1,8 +1,8 @@
-"""Every kernel variant that a launcher can ask for, with what its machine code must look like.
+"""Every kernel variant that a launcher can launch, with the requirements on its machine code.
 
-The launchers run here, on the CPU, and what they would launch is noted in place of being run. Ceilings are what the
-compilers of triton 3.6 to 3.9 use, rounded up; 64 registers let four programs of eight warps share a multiprocessor.
-Must run in a process without TRITON_INTERPRET.
+The launchers run here, on the CPU, and their launches become cases instead of being run. Ceilings are the registers
+that the compilers of triton 3.6 to 3.9 use, rounded up; with 64 registers four programs of eight warps share a
+multiprocessor. Must run in a process without TRITON_INTERPRET.
 """
 
 import itertools
@@ -26,7 +26,7 @@ FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.flo
 NAMES = {dtype: str(name) for dtype, name in {**TRITON_DTYPES, **float8_quantize.FP8}.items()}
 NAMES |= {torch.int64: "i64", torch.int32: "i32"}
 N = 1 << 16     # elements of a list: chunks for every program of a grid
-# Registers per thread, 64 for a kernel that is not here; 128 in float64, and word by word, where lists are not aligned.
+# Registers per thread; 64 for other kernels; 128 in float64, and where lists are not aligned.
 CEILINGS = {
     "unscale": 80, "unscale_into": 96, "norm": 72, "advance": 32, "inverse": 32, "row": 96, "tile": 96,
 }
@@ -40,7 +40,7 @@ def numbers(dtype: torch.dtype, aligned: bool = True) -> list[Tensor]:
 
 
 def gradient_passes() -> None:
-    """unscale, norm, multiply in every dtype; the rarer norms in those whose code differs most."""
+    """unscale and norm in every dtype, multiply; the rarer norms in the dtypes whose code differs most."""
     for dtype in (FP32, FP16, BF16, FP64):
         unscale.unscale_(numbers(dtype), ONE, FLAG)
         for order in (2.0,) if dtype is FP16 else (1.0, 2.0, float("inf")):
@@ -51,7 +51,7 @@ def gradient_passes() -> None:
 
 
 def casts() -> None:
-    """Masters to halves and back, gradients to master gradients, overwriting and adding; the scalar path."""
+    """Masters to halves and back, gradients to master gradients, overwriting and adding; unaligned lists."""
     for source, destination in (
         (FP32, FP16), (FP32, BF16), (FP16, FP32), (BF16, FP32), (FP64, FP16), (FP64, BF16), (FP16, BF16), (BF16, FP16),
         (FP32, FP32),
@@ -85,7 +85,7 @@ def step(
 
 
 def steps() -> None:
-    """Dtypes of parameters, gradients and state, copies, alignment, what may be given; low bits; rarer options."""
+    """Dtypes of parameters, gradients and state, copies, alignment, device scalars, remainders; rarer options."""
     for kind in ("adamw", "sgd"):
         for grad in (FP32, FP16, BF16):
             step(kind, FP32, grad, FP32, **SCALARS)
@@ -107,7 +107,7 @@ def steps() -> None:
 
 
 def single_numbers() -> None:
-    """What a scaler computes."""
+    """The kernels of a scaler's single numbers."""
     scale.inverse_scale(ONE)
     count = torch.ones((), dtype=torch.int32)
     for clean in (False, True):
@@ -119,7 +119,7 @@ def single_numbers() -> None:
 
 
 def float8_casts() -> None:
-    """Both forms by one scale and by rows and columns; the rows alone; the scalar path of odd sizes."""
+    """Both forms by one scale and by rows and columns; the rows alone; odd sizes, whose rows are not aligned."""
     tensor, gradient = Scaling(False, torch.float8_e4m3fn, True), Scaling(False, torch.float8_e5m2, False)
     row = tensor._replace(rowwise=True)
     for dtype, columns in itertools.product((FP32, BF16), (4096, 4095)):
@@ -140,11 +140,11 @@ def lists_walked(kernel: str, constants: dict[str, Any]) -> tuple[list[tl.dtype]
 
 
 def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Case:
-    """The variant that a launch compiles, and what is asked of its code."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+    """The variant that a launch compiles, and the requirements on its code."""
+    named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
     name, words, types, constants, attrs = kernel.fn.__name__.removesuffix("_kernel"), [], {}, {}, {}
     for number, parameter in enumerate(kernel.params):
-        key, value = parameter.name, given.pop(parameter.name)
+        key, value = parameter.name, named.pop(parameter.name)
         if parameter.is_constexpr:
             constants[key], types[key] = value, "constexpr"
             if key not in ("ACC", "ITEMSIZE", "BLOCK") and value is not False:
@@ -158,35 +158,38 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
         else:
             annotation = kernel.fn.__annotations__.get(key)
             types[key] = "i32" if annotation is None else {tl.int64: "i64", tl.int32: "i32"}.get(annotation, "fp64")
-    if "enable_fp_fusion" not in given:
-        raise AssertionError(f"{name}: a launch says whether products and sums may be fused: versions of Triton differ")
+    if "enable_fp_fusion" not in named:
+        raise AssertionError(f"{name}: the launch must set enable_fp_fusion, whose default differs between Tritons")
     aligned, is_float8 = constants.get("ALIGNED", True), "x_ptr" in types
-    asked: dict[str, Any] = {}
+    required: dict[str, Any] = {}
     if "blocks" in types:
         read, written = lists_walked(name, constants)
-        # A list has wide accesses where what a thread has of a block is 16 bytes or more.
-        most = constants["BLOCK"] // (32 * given["num_warps"]) if aligned else 0
-        asked = {
-            "wide_loads": sum(most * dtype.primitive_bitwidth >= 128 for dtype in read),
-            "wide_stores": sum(most * dtype.primitive_bitwidth >= 128 for dtype in written), "lists_read": len(read),
-            # The scalar path is no reason for smaller grids.
+        # A list has wide accesses where a thread has 16 bytes or more of a block.
+        per_thread = constants["BLOCK"] // (32 * named["num_warps"]) if aligned else 0
+        wide_loads, wide_stores = (
+            len([dtype for dtype in dtypes if per_thread * dtype.primitive_bitwidth >= 128])
+            for dtypes in (read, written)
+        )
+        required = {
+            "wide_loads": wide_loads, "wide_stores": wide_stores, "lists_read": len(read),
+            # Grids are not made smaller for unaligned lists.
             "programs": grid[0] // INTERPRETED_MULTIPROCESSORS if aligned else 0,
         }
     elif is_float8:
-        asked = {"wide_loads": int(aligned), "wide_stores": int(aligned and name == "tile")}
+        required = {"wide_loads": int(aligned), "wide_stores": int(aligned and name == "tile")}
     ceiling = CEILINGS.get(name, 64) if aligned and constants.get("ACC") is not tl.float64 else 128
     source = ASTSource(kernel, types, constants, attrs)
-    return Case(" ".join([name, *words]), source, given, ceiling, (89 if is_float8 else 80, 90, 100), **asked)
+    return Case(" ".join([name, *words]), source, named, ceiling, (89 if is_float8 else 80, 90, 100), **required)
 
 
 def cases_of(*launchers: Callable[[], None]) -> list[Case]:
-    """The variants that these launch."""
-    found: dict[str, Case] = {}
+    """The variants that these functions launch."""
+    cases: dict[str, Case] = {}
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
             case = case_of(kernel, grid, arguments, options)
-            if found.setdefault(case.name, case).source.hash() != case.source.hash():
+            if cases.setdefault(case.name, case).source.hash() != case.source.hash():
                 raise AssertionError(f"two variants are called {case.name!r}")
 
         return launch
@@ -194,12 +197,12 @@ def cases_of(*launchers: Callable[[], None]) -> list[Case]:
     with mock.patch.object(type(unscale.unscale_kernel), "__getitem__", launcher):
         for run in launchers:
             run()
-    return [*found.values()]
+    return [*cases.values()]
 
 
 @jit_kernel
 def waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
-    # Stores to one list before it loads from another: the compiler does not know that they do not overlap.
+    # A store to one list comes before a load from another: the compiler does not know that they do not overlap.
     p = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
     q = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
     i = tl.program_id(0)

@@ -1,9 +1,9 @@
-"""Compile every kernel variant for sm_80 (those of FP8: sm_89), sm_90 and sm_100 and judge the code. Needs no GPU.
+"""Compile every kernel variant for sm_80 (FP8: sm_89), sm_90 and sm_100 and judge the machine code. Needs no GPU.
 
     python -m tests.kernels.aot_check [--capability 90] [--only TEXT]
 
-Must run without TRITON_INTERPRET. Kernels that are bad on purpose must be judged bad, else the check itself fails. Exit
-code 1 when anything is wrong.
+Must run without TRITON_INTERPRET. The check fails unless it finds the faults of kernels that are bad on purpose. Exit
+code 1 for any fault.
 """
 
 import argparse
@@ -22,21 +22,21 @@ BATCH = 15   # variants that are compiled before the disassembler reads them
 
 
 def judge(job: tuple[int, list[str]]) -> list[tuple[str, int, list[str], str]]:
-    """Compile cases by name for one architecture; returns what is wrong with each, and a line describing it."""
+    """Compile cases by name for one architecture; returns the faults of each, and a line that describes its code."""
     from tests.kernels import aot, aot_cases
 
     capability, names = job
     cases = {case.name: case for case in aot_cases.all_cases()}
-    binaries, found = {}, []
+    binaries, judged = {}, []
     for name in names:
         try:
             binaries[name] = aot.compile_case(cases[name], capability)
         except Exception as error:  # a finding about this variant, not the end of the check
-            found.append((name, capability, [f"does not compile: {type(error).__name__}: {str(error)[-500:]}"], ""))
+            judged.append((name, capability, [f"does not compile: {type(error).__name__}: {str(error)[-500:]}"], ""))
     for (name, _), code in zip(binaries.items(), aot.read([*binaries.values()], capability), strict=True):
         line = f"{code.registers:3d} registers, 128-bit loads {code.wide('LDG'):2d}, stores {code.wide('STG'):2d}"
-        found.append((name, capability, aot.faults(cases[name], code), line))
-    return found
+        judged.append((name, capability, aot.faults(cases[name], code), line))
+    return judged
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     n_wrong = n_judged = 0
     # Spawned, not forked: a compiler with threads of its own does not survive a fork. A single job needs no process.
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), multiprocessing.get_context("spawn")) as pool:
-        for name, capability, faults, line in chain.from_iterable((pool.map if len(jobs) > 1 else map)(judge, jobs)):
+        run = pool.map if len(jobs) > 1 else map
+        for name, capability, faults, line in chain.from_iterable(run(judge, jobs)):
             n_judged += 1
             n_wrong += bool(faults)
             print(f"{'WRONG' if faults else 'ok':7s}sm_{capability:<4d}{name:34s}{'; '.join(faults) or line}")

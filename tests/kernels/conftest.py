@@ -11,14 +11,14 @@ SMALL = Config(block=256, chunk=1024)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter computes in NumPy, which warns of the very overflows and NaNs that are being tested."""
+    """The interpreter computes in NumPy, which warns of the overflows and NaNs that the tests contain."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
-    """Run `impl="triton"` on CPU tensors with small launches; the value changes the launch parameters."""
+    """Run `impl="triton"` on CPU tensors with small launches; call the value with other launch parameters."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     from ampkit_kernels.triton_ops import pointer_table

@@ -1,4 +1,4 @@
-"""The bytes that the kernels touch, counted access by access in the interpreter, are those of the byte model."""
+"""The kernels read and write the bytes of the byte model, counted access by access in the interpreter."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ def lists(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def step(kind: Callable[..., None], n_lists: int, *of: list[Tensor], beside: str = "", **given: Any) -> None:
-    """A step over so many lists; `beside` is the argument that takes the last one: copies or remainders."""
+    """A step over the first `n_lists` lists; `beside` names the argument for the last list: copies or remainders."""
     given = {"found_inf": FLAG, **given, **({beside: of[-1]} if beside else {})}
     kind(*of[:n_lists], lr=0.1, weight_decay=0.1, multiplier=HALF, impl="triton", **given)
 
@@ -33,7 +33,7 @@ adamw = partial(step, kernels.adamw_, 5, steps=COUNTS, beta1=0.9, beta2=0.99, ep
 sgd = partial(step, kernels.sgd_, 3)
 BF16, FP16, FLOAT = torch.bfloat16, torch.float16, torch.float32
 STEP = [*[FLOAT] * 5, FP16]
-# The dtype of each list, what runs over them, the bytes per element of one.
+# The dtype of each list, the operation over the lists, its bytes per element of one list.
 CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] = {
     "unscale": ([FLOAT], lambda g: kernels.unscale_(g, HALF, FLAG, impl="triton"), model.UNSCALE),
     "norm": ([FLOAT], lambda g: kernels.norm_and_check(g, HALF, FLAG, impl="triton"), model.NORM),
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
 
 
 def count_accesses(monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]], widest: int = 64) -> dict[str, int]:
-    """The bytes that kernels load and store in these ranges of addresses, in elements of at most `widest` bits."""
+    """Count the bytes that kernels load and store in ranges of addresses, in elements of at most `widest` bits."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     touched = {"load": 0, "store": 0}
@@ -100,7 +100,7 @@ def test_bytes_per_element(interpreted, name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_steps_add_up_to_the_figures_of_docs_optim() -> None:
-    """Read and written; weight, gradient and state of an element."""
+    """Bytes of an element's weight, state, remainder and copy; their sum as they are read and written."""
     rows = [(4, 4, 0, 0), (4, 4, 0, 2), (2, 2, 0, 0), (2, 4, 0, 0), (2, 4, 2, 0), (2, 2, 2, 0), (4, 2, 0, 0)]
     assert [model.step(2, *row).total for row in rows] == [28, 30, 14, 22, 26, 18, 20]
     assert [model.step(1, *row).total for row in rows] == [20, 22, 10, 14, 18, 14, 16]

@@ -10,7 +10,7 @@ from ampkit_kernels import is_capturing
 
 
 def test_a_capture_is_of_the_device_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters on a GPU that is not the current one, captured there alone, and the other way around."""
+    """Captures on the current device, on another, on both and on none."""
     current = 0
 
     @contextlib.contextmanager
@@ -26,7 +26,7 @@ def test_a_capture_is_of_the_device_that_is_asked_about(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current in capturing)
     for captured in ({0}, {1}, {0, 1}, set()):
         capturing = captured
-        found = [is_capturing(torch.device("cuda", i)) for i in range(2)]
-        assert found == [i in captured for i in range(2)]
+        answers = [is_capturing(torch.device("cuda", i)) for i in range(2)]
+        assert answers == [i in captured for i in range(2)]
         assert not is_capturing(torch.device("cpu"))
         assert current == 0

@@ -1,4 +1,4 @@
-"""Which implementation handles a call, and what is said when one cannot."""
+"""The choice between Triton and PyTorch, and the messages where Triton cannot run."""
 
 import functools
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
         implementation.uses_triton("triton", CUDA)
     assert implementation.why_not_triton(META) == "the tensors are on meta; the kernels run on CUDA devices"
     for capability in ((8, 0), (9, 0), (10, 0)):
-        gpu.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+        gpu.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
         assert implementation.uses_triton("auto", CUDA)
     gpu.setattr(torch.version, "hip", "6.4")
     assert implementation.why_not_triton(CUDA) == "the kernels have not been verified on ROCm"
@@ -51,7 +51,7 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
     assert not implementation.uses_triton("auto", CUDA)
 
 
-def test_a_triton_that_cannot_compile_is_tried_once_and_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an image without a C compiler. Explicit requests raise; where the kernels would not run nothing is tried."""
     from ampkit_kernels import reference
     from ampkit_kernels.triton_ops import scale
@@ -69,15 +69,15 @@ def test_a_triton_that_cannot_compile_is_tried_once_and_warned_of_once(monkeypat
     for name in ("_fault", "_warn_of"):
         monkeypatch.setattr(implementation, name, functools.cache(getattr(implementation, name).__wrapped__))
     others = CPU, META, torch.device("cuda", 1)
-    assert not any(implementation.uses_triton("auto", device) for device in others)
+    assert [implementation.uses_triton("auto", device) for device in others] == [False] * 3
     assert tried == []
     with pytest.raises(TritonUnavailable, match=r"cannot compile here \(RuntimeError: Failed to find C compiler. Pl"):
         implementation.uses_triton("triton", CUDA)
-    with pytest.warns(UserWarning, match="PyTorch's operators in place .* it needs a C compiler, Python's") as said:
+    with pytest.warns(UserWarning, match="PyTorch's operators in place .* it needs a C compiler, Python's") as warned:
         assert implementation.select("auto", CUDA) is reference
     for _ in range(2):      # warnings are errors here
         assert implementation.select("auto", CUDA) is reference
-    assert (len(said), tried) == (1, [CUDA])
+    assert (len(warned), tried) == (1, [CUDA])
     implementation._fault.cache_clear()
     monkeypatch.setattr(implementation, "is_compiling", lambda: True)
     assert implementation.why_not_triton(CUDA) is None
@@ -112,9 +112,9 @@ def test_backends_are_the_modules_by_device_and_cached(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(implementation, "_backend", functools.cache(implementation._backend.__wrapped__))
     device = torch.ones(1, device="meta")       # in place of a CUDA device's
-    for auto, found in ((True, triton_ops), (False, triton_ops)):
+    for auto, expected in ((True, triton_ops), (False, triton_ops)):
         monkeypatch.setattr(implementation, "uses_triton", lambda impl, device, auto=auto: auto and impl == "auto")
-        assert ampkit_kernels.backend(device) is found
+        assert ampkit_kernels.backend(device) is expected
         assert ampkit_kernels.backend(torch.ones(1)) is reference
     implementation._backend.cache_clear()
     assert ampkit_kernels.backend(device) is reference

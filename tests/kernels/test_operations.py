@@ -1,6 +1,6 @@
-"""Each operation beside plain arithmetic: the checks of `tests.gpu_checks.operations`, in the interpreter.
+"""Each operation beside plain arithmetic: the checks of `tests.gpu_checks.operations`, in Triton's interpreter.
 
-The same checks run on a CUDA device, with those that need one.
+On a CUDA device the same checks run, and those that need a device.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def test_on_the_gpu(name: str) -> None:
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("name", operations.CHECKS)
 def test_reference(monkeypatch: pytest.MonkeyPatch, name: str, on_host: bool) -> None:
-    """With its decisions on the host, and by arithmetic, as on a GPU without Triton."""
+    """With branches on the host, and with tensor arithmetic in their place, as on a GPU without Triton."""
     if not on_host:
         monkeypatch.setattr(reference, "is_on_host", lambda scalar: False)
     operations.CHECKS[name](torch.device("cpu"), "reference")
@@ -30,6 +30,6 @@ def test_reference(monkeypatch: pytest.MonkeyPatch, name: str, on_host: bool) ->
 
 @pytest.mark.parametrize("name", operations.CHECKS)
 def test_interpreted(interpreted, name: str) -> None:
-    if name == "every_half_pattern":    # long tensors; other lists cross from block to block, from chunk to chunk
+    if name == "every_half_pattern":    # long tensors; with small blocks the other lists have several blocks and chunks
         interpreted(Config(block=4096, chunk=65536))
     operations.CHECKS[name](torch.device("cpu"), "triton")

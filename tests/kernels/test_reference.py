@@ -1,8 +1,9 @@
-"""The reference beside torch to the bit: AdamW and SGD; and norms that only it computes, on the host and on a device.
+"""The reference has torch's bits in AdamW and SGD; norms that only it computes, on the host and on a device.
 
-That the norm of clipping has torch's bits: `gradients/test_clipping.py`.
+`gradients/test_clipping.py` has the norm of clipping beside torch's.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from tests.gpu_checks.tools import close, gradients, same, scalar
 
 @pytest.mark.parametrize("order", [1.0, 2.0])
 def test_torchs_bits_where_only_scaled_powers_overflow(order: float) -> None:
-    """As under a loss scale of 2**120: the sum over scaled gradients is inf, over unscaled ones it is not."""
+    """Under a loss scale of 2**120 the sum over scaled gradients is inf; over unscaled gradients it is not."""
     grads, flag = gradients(torch.float32, (1, 17, 4000, 300)), scalar(0.0)
-    found = norm_and_check([g * 2.0**120 for g in grads], scalar(2.0**-120), flag, order)
-    same([found, flag], [torch.nn.utils.get_total_norm(grads, order), scalar(0.0)])
+    norm = norm_and_check([g * 2.0**120 for g in grads], scalar(2.0**-120), flag, order)
+    same([norm, flag], [torch.nn.utils.get_total_norm(grads, order), scalar(0.0)])
 
 
 def test_sums_that_overflow_are_added_up_again_in_float64() -> None:
@@ -33,7 +34,7 @@ def test_sums_that_overflow_are_added_up_again_in_float64() -> None:
 def test_norms_under_a_loss_scale_of_any_size(
     monkeypatch: pytest.MonkeyPatch, on_host: bool, exponent: int, dtype: torch.dtype
 ) -> None:
-    """Whose powers overflow or vanish while they are scaled. On a device, which cannot look, and with strided ones."""
+    """Powers of scaled gradients overflow or vanish. On a device, where no branch can look at values, and strided."""
     if not on_host:
         monkeypatch.setattr(reference, "is_on_host", lambda scalar: False)
     monkeypatch.setattr(reference, "COPIED", 4000, raising=False)
@@ -43,17 +44,17 @@ def test_norms_under_a_loss_scale_of_any_size(
     scaled[-1] = scaled[-1][::2]
     truth, flag = [g.double() * 2.0**-exponent for g in scaled], scalar(0.0)
     for order in (0.0, 1.0, 2.0, 3.0, float("inf")):
-        found = norm_and_check(scaled, scalar(2.0**-exponent)[None], flag, order, impl="reference")
-        assert found.shape == ()
-        close(found, torch.linalg.vector_norm(torch.cat(truth), order), 1e-6, f"order {order}")
+        norm = norm_and_check(scaled, scalar(2.0**-exponent)[None], flag, order, impl="reference")
+        assert norm.shape == ()
+        close(norm, torch.linalg.vector_norm(torch.cat(truth), order), 1e-6, f"order {order}")
         if dtype is torch.float32 and order in (1.0, 2.0):
-            same([found], [torch.nn.utils.get_total_norm([g.float() for g in truth], order)])
-        assert flag == 0.0
+            same([norm], [torch.nn.utils.get_total_norm([g.float() for g in truth], order)])
+        assert flag.item() == 0.0
     for value in (float("inf"), float("nan")):
         scaled[1].fill_(value)
         flag = scalar(0.0)
-        assert not norm_and_check(scaled, scalar(2.0**-exponent), flag, impl="reference").isfinite()
-        assert flag == 1.0
+        norm = norm_and_check(scaled, scalar(2.0**-exponent), flag, impl="reference").item()
+        assert (math.isfinite(norm), flag.item()) == (False, 1.0), norm
 
 
 def test_norms_copy_a_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +64,7 @@ def test_norms_copy_a_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_under_a_large_scale_is_as_long_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit of clipping is reached, the step is not of length 0."""
+    """The step has the length that clipping allows, not 0."""
     monkeypatch.setattr(reference, "is_on_host", lambda scalar: False)
     param = torch.nn.Parameter(torch.zeros(100))
     optimizer, scaler = torch.optim.SGD([param], 1.0), GradScaler("cpu", init_scale=2.0**64, skip_above=1e6)
@@ -79,10 +80,10 @@ def test_orders_that_no_kernel_computes(interpreted, impl: str) -> None:
     grads = gradients(torch.float32, (50,))
     norm = norm_and_check(grads, scalar(1.0), scalar(0.0), 3.0, impl=impl)
     close(norm, torch.linalg.vector_norm(grads[0].double(), 3.0), 1e-6, "order 3")
-    assert norm_and_check(grads, scalar(0.5), scalar(0.0), 0.0, impl=impl) == 50
+    assert norm_and_check(grads, scalar(0.5), scalar(0.0), 0.0, impl=impl).item() == 50
     found_inf = scalar(0.0)
     norm_and_check([torch.tensor([1.0, float("inf")])], scalar(1.0), found_inf, -1.0, impl=impl)
-    assert found_inf == 1.0
+    assert found_inf.item() == 1.0
 
 
 ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}

@@ -1,4 +1,4 @@
-"""A cache of a step takes no lists for others; `tests/optim/test_known_steps.py` has what programs change."""
+"""A step cache fits no lists that differ; `tests/optim/test_known_steps.py` has the changes that programs make."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -29,8 +29,8 @@ def filled() -> tuple[StepCache, list[list[Tensor]]]:
     return cache, lists
 
 
-# What becomes of a list of one float16 matrix, mostly at the same address: (column, new tensor).
-OTHERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+# Changes of a list of one float16 matrix, mostly at the same address: its column, and the function of the new tensor.
+CHANGES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "parameter of another dtype": (0, lambda t: t.view(torch.bfloat16)),
     "gradient of another dtype": (1, lambda t: t.view(torch.bfloat16)),
     "integer gradient": (1, lambda t: t.view(torch.int16)),
@@ -48,15 +48,14 @@ OTHERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("change", OTHERS)
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_lists_do_not_fit(change: str) -> None:
     cache, lists = filled()
-    column, become = OTHERS[change]
+    column, changed = CHANGES[change]
     others = [list(tensors) for tensors in lists]
-    others[column][0] = become(others[column][0])
-    assert not cache.fits(others)
-    assert not cache.fits([tensors * 2 for tensors in lists])
-    assert cache.fits(lists)
+    others[column][0] = changed(others[column][0])
+    twice_as_long = [tensors * 2 for tensors in lists]
+    assert [cache.fits(each) for each in (others, twice_as_long, lists)] == [False, False, True]
 
 
 def test_moved_data_of_the_same_objects_is_examined() -> None:
@@ -64,18 +63,19 @@ def test_moved_data_of_the_same_objects_is_examined() -> None:
     for column, data in ((2, torch.zeros(4, 4).bfloat16()), (2, torch.zeros(4, 8).half()[:, ::2]), (4, steps)):
         cache, lists = filled()
         lists[column][0].data = data
-        assert not cache.fits(lists)
+        assert not cache.fits(lists), f"list {column} is {data.dtype} of strides {data.stride()}"
 
 
 def test_a_cache_is_of_one_thread_and_not_for_captures() -> None:
     cache, lists = filled()
-    found = []
-    thread = threading.Thread(target=lambda: found.append(cache.fits(lists)))
+    fits = []
+    thread = threading.Thread(target=lambda: fits.append(cache.fits(lists)))
     thread.start()
     thread.join()
     with mock.patch("ampkit_kernels.step_cache.is_capturing", return_value=True):
-        found.append(cache.fits(lists))
+        fits.append(cache.fits(lists))
         captured, others = filled()
-    assert found == [False, False]
-    assert not captured.fits(others)
-    assert cache.fits(lists)
+    fits += [captured.fits(others), cache.fits(lists)]
+    assert dict(zip(("other thread", "capture", "filled in a capture", "same thread"), fits, strict=True)) == {
+        "other thread": False, "capture": False, "filled in a capture": False, "same thread": True,
+    }
