@@ -56,14 +56,14 @@ def _unsupported(device: torch.device) -> str | None:
         if interpreting():
             return None
         return (
-            "the tensors are on the CPU: set TRITON_INTERPRET=1 before Triton is imported to interpret there"
+            "the tensors are on the CPU: set TRITON_INTERPRET=1 before Triton is imported to run its interpreter"
         )
     if device.type != "cuda":
         return f"the tensors are on {device.type}; the kernels run on CUDA devices"
     if interpreting():
         return (
             "TRITON_INTERPRET is set: the interpreter copies its arguments to the host but not the memory "
-            "that a pointer table names; unset TRITON_INTERPRET, or move the tensors to the CPU"
+            "behind the addresses in a table; unset TRITON_INTERPRET, or move the tensors to the CPU"
         )
     if torch.version.hip is not None:
         return "the kernels have not been verified on ROCm"

@@ -60,20 +60,24 @@ class StepCache:
         if is_capturing(self.device) or place(self.device) != self._place:
             return False
         try:
-            for i, (tensors, kept, facts) in enumerate(zip(lists, self._kept, self._facts, strict=True)):
-                if kept is not None and len(tensors) == len(kept) and all(map(is_, tensors, map(call, kept))):
-                    continue
+            for i, (tensors, references, facts) in enumerate(zip(lists, self._references, self._facts, strict=True)):
+                if (
+                    references is not None
+                    and len(tensors) == len(references)
+                    and all(map(is_, tensors, map(call, references)))
+                ):
+                    continue    # the same objects
                 if _facts(tensors) != facts:
                     return False
-                if kept is not None:
-                    self._kept[i] = list(map(ref, tensors))
+                if references is not None:
+                    self._references[i] = list(map(ref, tensors))
             if any(map(Tensor.is_neg, lists[1])):
                 return False
             columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
         except (RuntimeError, TypeError):   # tensors without contiguity or address, such as sparse ones; other objects
             return False
         if columns != self._columns:
-            if not self._may_lie_at(columns, lists):
+            if not self._moved_alike(columns, lists):
                 return False
             self._columns = columns
         return True
@@ -98,13 +102,15 @@ class StepCache:
         if not all(is_plain for _, _, _, is_plain in facts) or any(map(Tensor.is_neg, lists[1])):
             return
         self._place, self._facts = place(self.device), facts
-        self._kept = [list(map(ref, tensors)) if i >= _COMPARED_ALWAYS else None for i, tensors in enumerate(lists)]
+        self._references = [
+            list(map(ref, tensors)) if i >= _COMPARED_ALWAYS else None for i, tensors in enumerate(lists)
+        ]
         self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
         self._n_elementwise = launches[0].n_elementwise
         self._aligned = _aligned_rows(self._columns[: self._n_elementwise])
         self._launches = launches
 
-    def _may_lie_at(self, columns: _Columns, lists: Sequence[Sequence[Tensor]]) -> bool:
+    def _moved_alike(self, columns: _Columns, lists: Sequence[Sequence[Tensor]]) -> bool:
         """Whether tensors that moved are on the same device with the same facts, and all rows as aligned as before."""
         index = self.device.index if self.device.type == "cuda" else -1
         for i, (tensors, addresses) in enumerate(zip(lists, columns, strict=True)):
