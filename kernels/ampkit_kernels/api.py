@@ -141,7 +141,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
 
     Raises:
         TypeError: tensors of other dtypes or layouts, and DTensors.
-        ValueError: lengths, shapes or devices that differ.
+        ValueError: lengths, shapes or devices that differ, lazily negated or conjugated destinations.
 
     >>> import torch
     >>> half = torch.empty(2, dtype=torch.float16)
@@ -149,6 +149,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
     >>> half
     tensor([1.0000, 2.5000], dtype=torch.float16)
     """
+    check_resolved("cast_", "destinations", destinations)
     sources, destinations = strided_floats(resolved(sources), "cast_"), strided_floats(destinations, "cast_")
     check_parallel("cast_", sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], "cast_")
@@ -184,7 +185,8 @@ def unscale_into_(
 
     Raises:
         TypeError: tensors of other dtypes or layouts, and DTensors.
-        ValueError: lengths, shapes or devices that differ, or a scalar that is not one float32 element.
+        ValueError: lengths, shapes or devices that differ, lazily negated or conjugated destinations, or a scalar
+            that is not one float32 element.
 
     >>> import torch
     >>> gradient, found_inf = torch.zeros(2), torch.zeros(())
@@ -193,6 +195,7 @@ def unscale_into_(
     (tensor([1., 2.]), tensor(0.))
     """
     op = "unscale_into_"
+    check_resolved(op, "destinations", destinations)
     sources, destinations = strided_floats(resolved(sources), op), strided_floats(destinations, op)
     check_parallel(op, sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], op)
