@@ -22,7 +22,7 @@ from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_ca
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
 from ampkit.debugging.report import Report
-from ampkit.engine.optimizer_steps import steps
+from ampkit.engine.optimizer_steps import invalidate_casts
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
     ObserverMode,
@@ -115,7 +115,7 @@ class OperatorObserver(ObserverMode, Generic[R]):
         self._thread = _Thread()
         super().__enter__()
         stack.callback(super().__exit__, None, None, None)
-        steps.period = None     # a cast that a `WeightCache` has kept is made again, where it is seen
+        invalidate_casts()      # a cast that a `WeightCache` has kept is made again, where it is seen
         self.begun = True
 
     def _note_compiled(self, stack: ExitStack) -> None:

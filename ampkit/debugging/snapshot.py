@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampkit.engine.optimizer_steps import steps
+from ampkit.engine.optimizer_steps import invalidate_casts
 
 
 class Snapshot:
@@ -91,7 +91,7 @@ class Snapshot:
             one.load_state_dict(copy.deepcopy(state))
         for put_back, state in self._random:
             put_back(state)
-        steps.period = None     # casts of what was there until now are stale, and no version says so
+        invalidate_casts()      # casts of what was there until now are stale, and no version says so
 
     def restore_gradients(self) -> None:
         """Put gradients back."""

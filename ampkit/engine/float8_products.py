@@ -22,9 +22,9 @@ from ampkit.policy.rules import Rule
 from ampkit.torch_internals.dispatcher import Exclude, keysets
 from ampkit.torch_internals.float8_matmul import is_eager, lacks_float8, product
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.tensors import is_capturing, n_collectives, tracing_state
+from ampkit.torch_internals.tensors import n_collectives, tracing_state
 from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
-from ampkit_kernels import Quantized, Scaling, backend, reference
+from ampkit_kernels import Quantized, Scaling, backend, is_capturing, reference
 
 __all__ = ["Product", "why_not"]
 
@@ -167,7 +167,7 @@ class Product:
         cache = self.cache
         if (
             cache is None or x.grad_fn is None or not is_eager(x)
-            or (x.is_cuda and is_capturing() != cache.in_capture)
+            or (x.is_cuda and is_capturing(x.device) != cache.in_capture)
             or (collectives := n_collectives()) is None
         ):
             return {}
@@ -181,7 +181,7 @@ class Product:
     def weight_form(self, weight: Tensor, scaling: Scaling, transposed: bool, *, backward: bool = False) -> Quantized:
         """The weight or its transpose in FP8, from the cache if it keeps forms for as long as this takes."""
         form, cache = WeightForm(scaling, transposed), self.cache
-        if cache is None or (backward and not cache.kept):
+        if cache is None or (backward and not cache.across_regions):
             return form.tensor(weight)
         return cache.weights(self.device_type, form)(weight)
 

@@ -35,9 +35,9 @@ from ampkit.torch_internals.float8_matmul import is_eager
 from ampkit.torch_internals.modules import CALL
 from ampkit.torch_internals.operator_tracing import is_opaque
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.tensors import is_capturing
 from ampkit.torch_internals.transforms import functorch_level
 from ampkit.user_code import is_library, warn_user
+from ampkit_kernels import is_capturing
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
@@ -207,7 +207,7 @@ def merges_integers(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     if (
         exact.dtype is not torch.float32 or dtype.itemsize != 2 or exact.requires_grad or not is_eager(exact)
-        or is_opaque(exact) or functorch_level() is not None or is_capturing()
+        or is_opaque(exact) or functorch_level() is not None or is_capturing(exact.device)
     ):
         return None
     values = exact.detach().flatten()[:_MAX_ELEMENTS].sort().values      # rounding keeps the order

@@ -35,7 +35,7 @@ from ampkit.torch_internals.dispatcher import (
 )
 from ampkit.torch_internals.dynamo import frame_on_stack, tracer
 from ampkit.torch_internals.forks import clear_torch_cache
-from ampkit.torch_internals.tensors import is_capturing
+from ampkit_kernels import CURRENT_CUDA, is_capturing
 
 __all__ = ["Entry", "RegionOrderError", "leave_down_to", "leave_ended", "pop", "push"]
 
@@ -94,7 +94,7 @@ class Entry:
         self.old_cache_flag = _cache_flag()
         self.old_mark = thread.mark
         # The cache: the user's, else the enclosing region's, else the thread's.
-        capture = device_type == "cuda" and is_capturing()
+        capture = device_type == "cuda" and is_capturing(CURRENT_CUDA)
         cache: WeightCache | RegionCache | None = None if capture else spec.cache
         # The user's cache is entered and left with the outermost region that has it.
         self.own_cache = None if cache is None or any(entry.cache is cache for entry in stack) else spec.cache

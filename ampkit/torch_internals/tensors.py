@@ -20,11 +20,6 @@ _use_count: Callable[[int], int] = private("_C._storage_Use_Count")
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None
 
 
-def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def owns_its_memory(weight: Tensor) -> bool:
     """Whether nothing else can write to a weight's memory: no alias, no array it was made of, no other process."""
     if type(weight) is not Parameter and type(weight) is not Tensor:

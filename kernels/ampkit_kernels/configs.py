@@ -15,6 +15,7 @@ import torch
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor, sm_80 to sm_100
 INTERPRETED_MULTIPROCESSORS = 2     # of the interpreter: few, so that tests cross from program to program
 _NO_SWITCH = contextlib.nullcontext()
+CURRENT_CUDA = torch.device("cuda")     # without an index: the current device of the thread
 
 
 def resident_programs(registers: int, num_warps: int) -> int:
@@ -62,9 +63,11 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a launch on this device would go into a CUDA graph; torch answers only for the current device."""
+    """Whether work launched on this device now goes into a CUDA graph; torch only answers for the current device."""
     if device.type != "cuda":
         return False
+    if device.index is None:
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     with on_device(device):
         return torch.cuda.is_current_stream_capturing()
 

@@ -586,8 +586,8 @@ def test_step_captured_into_a_graph_ends_keeping(monkeypatch: pytest.MonkeyPatch
     """Its replays write to the weights and call no hook."""
     leaf = weight()
     assert kept(leaf)
-    monkeypatch.setattr(optimizer_steps.steps, "captured", False)
+    monkeypatch.setattr(optimizer_steps.observed, "captured", False)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer_steps, "is_capturing", lambda: True)
+        patch.setattr(optimizer_steps, "is_capturing", lambda device: True)
         step(torch.optim.SGD([leaf], lr=0.0), leaf)
     assert not kept(leaf)
