@@ -1,20 +1,22 @@
-"""The dispatch mode behind autocast, at a key above autograd.
+"""The mode of an open region, whose `__torch_dispatch__` is the general, slow path: nearly all calls go elsewhere.
+
+An entry (`registration`) calls a generated handler (`generated_handlers`) for nearly every operator, and this mode only
+for unusual arguments, schemas and rules, for several device types, and while calls are recorded. `_follow` is the
+one place that has every rule: read it for what a rule means, and `generated_handlers` for what usually runs.
 
 A `TorchDispatchMode` usually sits at the dispatch key `Python`, below autograd: a cast made there is not
-differentiated, and `linear` arrives as `t` + `addmm`. This one is put at a key above autograd, above functorch and
-above torch's own autocast: it sees an operator first and before decomposition, and its casts are differentiated,
-vmapped and traced as if they had been written by hand.
+differentiated, and `linear` arrives as `t` + `addmm`. This mode is at a key above autograd, above functorch and above
+torch's own autocast: it sees an operator first and before decomposition, and its casts are differentiated, vmapped and
+traced as if the user had written them. The key is `TESTING_ONLY_GenericMode`, or `TESTING_ONLY_GenericWrapper` for
+policies that start from torch's list: torch defines both, and no build of torch uses them. It is included only while a
+region is open.
 
-The key is `TESTING_ONLY_GenericMode`, or `TESTING_ONLY_GenericWrapper` for policies that start from torch's list: torch
-defines both, and no build of torch uses them. An entry is registered there for each operator that some policy of that
-key lists; for every other operator the key is a fallthrough, at no cost, also for composites, whose parts are
-dispatched through the key again. The key is included only while a region is open, so the registrations mean nothing
-outside. Because the mode does not need torch's autocast keys excluded, the region's state
-*is* torch's own autocast state: `torch.is_autocast_enabled(...)`, `torch.autocast(enabled=False)` in a library,
-activation checkpointing and operators with `register_autocast` all see it. docs/architecture.md has the measurements.
+The mode does not need torch's autocast keys excluded, so the region's state *is* torch's own autocast state:
+`torch.is_autocast_enabled(...)`, `torch.autocast(enabled=False)` in a library, activation checkpointing and operators
+with `register_autocast` all see it. docs/architecture.md has the design.
 
-The open region is kept in torch's thread-local store, which autograd hands to its worker threads: backward meets the
-mode of whoever called backward, as with torch.amp.
+The mode is kept in torch's thread-local store, which autograd hands to its worker threads: backward meets the mode of
+the thread that called backward, as with torch.amp.
 """
 
 from __future__ import annotations
@@ -45,25 +47,25 @@ from ampkit.torch_internals.operators import OpOverload
 
 _NO_ARGUMENTS: Mapping[str, Any] = {}
 
-# Used for every listed operator: looking these up through their modules would take longer than the calls.
+# Used for every operator that comes here: looking them up through their modules would take longer than the calls.
 _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 
-_Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+_Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]      # function, arguments, keyword arguments
 
-# Tables whose operators have entries, by `id` and key.
+# Rule tables whose operators have entries at a key, by the table's `id` and the key.
 _installed: weakref.WeakValueDictionary[tuple[int, Any], RuleTable] = weakref.WeakValueDictionary()
 
 
 class AutocastMode(TorchDispatchMode):
-    """What an open region does to operators: one policy per device type, and a weight cache.
+    """The policies of an open region, one per device type, with its handlers, weight cache and dispatch key.
 
-    Immutable, so regions with the same policies and cache share one. Whether a device's autocast is enabled, and its
+    Immutable, so regions with the same policies and cache share a mode. Whether a device's autocast is enabled, and its
     dtype, are read from torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
-    `stack` puts it at its key, not `with`, which would put it below autograd.
+    `region/stack` puts the mode at its key; a `with` statement would put it below autograd.
     """
 
-    record: Any = None      # where calls are recorded, if they are; see `recording`
+    record: Any = None      # the record that calls are added to, if any: `region/recording`
     closed_copy: AutocastMode | None = None
 
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
@@ -75,8 +77,8 @@ class AutocastMode(TorchDispatchMode):
         self.changes = register_changes()
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
-        # Transforms of `torch.func` decompose some operators. torch's list is followed after them, as torch.amp does,
-        # ampkit's before them, so that `vmap` over models is the loop over models.
+        # Transforms of `torch.func` decompose some operators. torch's list applies after them, as in torch.amp;
+        # ampkit's applies before them, so that `vmap` over models equals the loop over models.
         self.as_torch = {policy.base for _, policy in policies} == {"torch"}
         self.key = TORCH_KEY if self.as_torch else KEY
         self.handlers = handlers_for(self.tables, self.key)
@@ -108,9 +110,9 @@ class AutocastMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Cast what the policy casts, and call `func` with this mode's key and torch's autocast keys excluded.
+        """Follow the rule for `func`: call it with this mode's key and torch's autocast keys excluded.
 
-        NotImplemented if no active rule names `func`: the operator is then redispatched below the mode's key.
+        Returns NotImplemented if no active rule names `func`; the caller then redispatches it below the mode's key.
         """
         call = self.prepare(func, args, _NO_ARGUMENTS if kwargs is None else kwargs)
         if call is None:
@@ -132,7 +134,7 @@ class AutocastMode(TorchDispatchMode):
             rule = table.get(op)
             if rule is None or rule is _DECOMPOSE or not _enabled(device):
                 continue
-            if any(value.device.type == device for value in casting.tensors((*args, *kwargs.values()))):
+            if any(tensor.device.type == device for tensor in casting.tensors((*args, *kwargs.values()))):
                 call = self._follow(rule, op, args, kwargs, device)
                 _, args, kwargs = call
         return call
@@ -140,7 +142,7 @@ class AutocastMode(TorchDispatchMode):
     def _follow(
         self, rule: Rule, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
     ) -> _Call:
-        """The call that a rule asks for."""
+        """The call to make under a rule, on cast arguments: every rule in one place."""
         if rule is _LOWER or rule is Rule.LOWER_FLOAT32_OUT:
             cast = casting.cast_to(device, _dtype_of(device))
             if kwargs:
@@ -159,12 +161,12 @@ class AutocastMode(TorchDispatchMode):
             dtype = casting.widest_dtype(args, device)
             if kwargs:
                 dtype = casting.widest_dtype(kwargs.values(), device, dtype)
-            # Any other dtype is common to all: nothing to cast, except in a region in float32.
+            # All eligible tensors share any other dtype: there is nothing to cast, except in a region in float32.
             if dtype is torch.float32 or (dtype is not None and _dtype_of(device) is torch.float32):
                 cast = casting.cast_to(device, torch.float32)
                 kwargs, args = cast.kwargs(kwargs), cast.args(args)
         elif rule is Rule.BANNED and any(
-            casting.is_eligible(value, device) for value in casting.tensors((*args, *kwargs.values()))
+            casting.is_eligible(tensor, device) for tensor in casting.tensors((*args, *kwargs.values()))
         ):
             raise RuntimeError(_banned_message(op))
         elif rule in RECIPES:
@@ -177,11 +179,11 @@ class AutocastMode(TorchDispatchMode):
 
 def _banned_message(op: OpOverload) -> str:
     if op.name() == "aten::binary_cross_entropy":
-        use = "use binary_cross_entropy_with_logits (or BCEWithLogitsLoss) on the values before the sigmoid"
+        replacement = "binary_cross_entropy_with_logits (or BCEWithLogitsLoss) on the values before the sigmoid"
     else:
-        use = "use an operator that is safe in low precision"
+        replacement = "an operator that is safe in low precision"
     return (
-        f"operator '{op.name()}' is unsafe under autocast: its low-precision input has lost what it needs. "
-        f"Either {use}; or call it in `with autocast(enabled=False)` on .float() inputs; or let it run in float32: "
-        f"autocast(policy=Policy.default(device_type).with_rules({{{op.name()!r}: Rule.FLOAT32}}))"
+        f"operator '{op.name()}' is unsafe under autocast: its low-precision input has lost digits that it needs. "
+        f"Use {replacement}; or call it in `with autocast(enabled=False)` on .float() inputs; or let it run in "
+        f"float32: autocast(policy=Policy.default(device_type).with_rules({{{op.name()!r}: Rule.FLOAT32}}))"
     )

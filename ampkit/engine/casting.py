@@ -1,4 +1,4 @@
-"""Casting an operator's arguments: what each rule does to a tensor, a list of tensors, a dtype argument.
+"""Casts of an operator's arguments: the functions that rules apply to tensors, lists of tensors and dtype arguments.
 
 Pure functions of their arguments: no region, no thread, no dispatcher state. A tensor is *eligible* when it is
 floating point, on the region's device and not float64 (torch.amp's definition); everything else passes unchanged.
@@ -21,10 +21,12 @@ from torch.nn import Parameter
 from ampkit.torch_internals.operators import OpOverload, argument_names, dtype_overload
 
 _FLOATING = frozenset(
-    value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point
+    attribute for attribute in vars(torch).values()
+    if isinstance(attribute, torch.dtype) and attribute.is_floating_point
 )
 _ELIGIBLE = _FLOATING - {torch.float64}
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+                              torch.memory_format})      # types of arguments that hold none
 # `tensor.bfloat16()` is `tensor.to(torch.bfloat16)` without the parsing of arguments, a third of a small cast's time.
 _CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float,
@@ -34,7 +36,7 @@ Lookup = Callable[[Tensor, torch.dtype], Tensor]        # stands in for `leaf.to
 
 
 class Cast:
-    """Casts the eligible tensors of one device type to one dtype. Never syncs."""
+    """Casts of the eligible tensors of one device type to one dtype. Never synchronizes with the device."""
 
     __slots__ = ("castable", "convert", "device_type", "dtype", "on_device")
 
@@ -45,39 +47,39 @@ class Cast:
         self.convert = _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
-    def eligible(self, value: Tensor) -> bool:
-        """Whether autocast for the device type may cast `value`."""
-        return value.dtype in _ELIGIBLE and self.on_device(value)
+    def eligible(self, tensor: Tensor) -> bool:
+        """Whether autocast for the device type may cast a tensor."""
+        return tensor.dtype in _ELIGIBLE and self.on_device(tensor)
 
-    def tensor(self, value: Tensor, lookup: Lookup | None = None) -> Tensor:
-        """`value` in the target dtype if it is eligible, else `value` itself."""
-        if value.dtype not in self.castable or not self.on_device(value):
-            return value
-        return lookup(value, self.dtype) if lookup is not None and value.is_leaf else self.convert(value)
+    def tensor(self, tensor: Tensor, lookup: Lookup | None = None) -> Tensor:
+        """A tensor in the target dtype if it is eligible, else the tensor itself."""
+        if tensor.dtype not in self.castable or not self.on_device(tensor):
+            return tensor
+        return lookup(tensor, self.dtype) if lookup is not None and tensor.is_leaf else self.convert(tensor)
 
-    def value(self, value: Any, lookup: Lookup | None = None) -> Any:
-        """An argument with its tensors cast: a tensor, a list or tuple of arguments, or anything else as is."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
-            return self.tensor(value, lookup)
+    def argument(self, argument: Any, lookup: Lookup | None = None) -> Any:
+        """An argument with its tensors cast: a tensor, a list or tuple of arguments, or anything else as it is."""
+        kind = type(argument)
+        if kind in _WITHOUT_TENSORS:
+            return argument
+        if kind is Tensor or kind is Parameter or isinstance(argument, Tensor):
+            return self.tensor(argument, lookup)
         if kind is list or kind is tuple:
-            cast = [self.value(item, lookup) for item in value]
-            return value if all(map(is_, cast, value)) else kind(cast)
-        return value
+            cast = [self.argument(item, lookup) for item in argument]
+            return argument if all(map(is_, cast, argument)) else kind(cast)
+        return argument
 
     def args(self, args: tuple[Any, ...], lookup: Lookup | None = None) -> tuple[Any, ...]:
         """Positional arguments with their tensors cast, the last one first: see `kwargs`."""
-        cast = [self.value(value, lookup) for value in reversed(args)]
+        cast = [self.argument(argument, lookup) for argument in reversed(args)]
         cast.reverse()
         return args if all(map(is_, cast, args)) else tuple(cast)
 
     def kwargs(self, kwargs: Mapping[str, Any], lookup: Lookup | None = None) -> Mapping[str, Any]:
         """Keyword arguments with their tensors cast.
 
-        Arguments are cast in torch.amp's order, which decides in which order autograd adds up the gradients of a
-        tensor that is given twice: the last argument first, keyword arguments before positional ones.
+        Arguments are cast in torch.amp's order, the last argument first, keyword arguments before positional ones. It
+        decides the order in which autograd adds the gradients of a tensor that is given twice.
         """
         if not kwargs:
             return kwargs
@@ -90,59 +92,59 @@ def cast_to(device_type: str, dtype: torch.dtype) -> Cast:
     return Cast(device_type, dtype)
 
 
-def is_eligible(value: Any, device_type: str) -> bool:
-    """Whether autocast for `device_type` may cast `value`."""
-    return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
+def is_eligible(argument: Any, device_type: str) -> bool:
+    """Whether an argument is a tensor that autocast for `device_type` may cast."""
+    return isinstance(argument, Tensor) and argument.dtype in _ELIGIBLE and argument.device.type == device_type
 
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """Every tensor among arguments, lists and tuples looked into."""
-    for value in args:
-        kind = type(value)
-        if kind in _PLAIN:
+    """Every tensor among arguments, also in lists and tuples."""
+    for argument in args:
+        kind = type(argument)
+        if kind in _WITHOUT_TENSORS:
             continue
-        if isinstance(value, Tensor):
-            yield value
+        if isinstance(argument, Tensor):
+            yield argument
         elif kind is list or kind is tuple:
-            yield from tensors(value)
+            yield from tensors(argument)
 
 
-def widest_dtype(args: Iterable[Any], device_type: str, found: torch.dtype | None = None) -> torch.dtype | None:
-    """The dtype that PROMOTE casts to, whatever the order of the arguments; None if nothing is eligible.
+def widest_dtype(args: Iterable[Any], device_type: str, so_far: torch.dtype | None = None) -> torch.dtype | None:
+    """The dtype that PROMOTE casts to, whatever the order of the arguments; None if no tensor is eligible.
 
     The dtype that all eligible tensors share, otherwise float32; also for float16 with bfloat16, where torch.amp
-    raises. `found` is the result for the arguments before these.
+    raises. `so_far` is the result for the arguments before these.
     """
     on_device = cast_to(device_type, torch.float32).on_device
-    for value in args:
-        kind = type(value)
-        if kind in _PLAIN:
+    for argument in args:
+        kind = type(argument)
+        if kind in _WITHOUT_TENSORS:
             continue
         if kind is list or kind is tuple:
-            found = widest_dtype(value, device_type, found)
-        elif (kind is Tensor or isinstance(value, Tensor)) and value.dtype in _ELIGIBLE and on_device(value):
-            if found is None:
-                found = value.dtype
-            elif found is not value.dtype:
+            so_far = widest_dtype(argument, device_type, so_far)
+        elif (kind is Tensor or isinstance(argument, Tensor)) and argument.dtype in _ELIGIBLE and on_device(argument):
+            if so_far is None:
+                so_far = argument.dtype
+            elif so_far is not argument.dtype:
                 return torch.float32
-    return found
+    return so_far
 
 
 def with_float32_dtype(
     op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str
 ) -> tuple[OpOverload, tuple[Any, ...], Mapping[str, Any]]:
-    """The call with `dtype=torch.float32` asked for, unless the caller asked for a dtype or arg 0 is not eligible."""
+    """The call with `dtype=torch.float32`, unless the caller gave a dtype or the first argument is not eligible."""
     if not args or not is_eligible(args[0], device_type):
         return op, args, kwargs
     target = dtype_overload(op)
     assert target is not None, op       # `operator_keys.overloads` has refused the rule
     if target is not op:
-        # The dispatcher omits arguments equal to their default, and the other overload may have no default for them.
+        # The dispatcher omits arguments equal to their default, and the target may have no default for them.
         defaults = {a.name: a.default_value for a in op._schema.arguments[len(args) :] if a.has_default_value()}
         return target, args, {**defaults, **kwargs, "dtype": torch.float32}
     position = argument_names(op).index("dtype")
-    given = args[position] if position < len(args) else kwargs.get("dtype")
-    if given is not None:
+    dtype = args[position] if position < len(args) else kwargs.get("dtype")
+    if dtype is not None:
         return op, args, kwargs
     if position < len(args):
         return op, (*args[:position], torch.float32, *args[position + 1 :]), kwargs

@@ -114,7 +114,7 @@ class Product:
         if index is None or index >= len(args):
             return args
         lookup = None if self.cache is None else self.cache.cast
-        return *args[:index], cast_to(self.device_type, self.dtype).value(args[index], lookup), *args[index + 1 :]
+        return *args[:index], cast_to(self.device_type, self.dtype).argument(args[index], lookup), *args[index + 1 :]
 
     def __call__(self, *args: Any) -> Tensor:
         x, weight = args[self.at.x], args[self.at.weight]

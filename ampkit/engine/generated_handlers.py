@@ -1,14 +1,56 @@
-"""Generated handlers: Python source written for one operator from its schema and its rule. `source` returns it.
+"""Generated handlers, the fast path: Python source written for one operator from its schema and its rule.
 
-This is the fast path of a cast. The handler for `aten::linear` under LOWER takes `input, weight, bias` by name, casts
-each that is not yet in the region's dtype, and calls torch's own `linear` with the region's key and torch's autocast
-key excluded. It covers plain tensors and parameters on one device type. Where autocast is disabled, it calls the
-operator with the region's key excluded. Everything else goes to `_general`, the general handler of the operator:
-tensor subclasses, numbers where a tensor is expected, transforms of `torch.func`. Operators with an unusual schema or
-rule have the general handler only.
+`source` writes it from the templates below. The handler of `aten::linear` under LOWER is this function:
 
-Handlers hold no state of a region: whether it is enabled, its dtype and its cache are read at each call. So all modes
-with the same rules share them.
+>>> print(source(torch.ops.aten.linear.default, Rule.LOWER))
+def linear(_keys, input, weight, bias=None):
+    if (_level() is not None or type(input) not in _PLAIN_TENSORS or type(weight) not in _PLAIN_TENSORS
+            or (bias is not None and type(bias) not in _PLAIN_TENSORS)):
+        return _general(_keys, input, weight, bias)
+    if _is_excluded(_AUTOCAST):
+        try:
+            _set_excluded(_KEY, True)
+            return _operator(input, weight, bias)
+        finally:
+            _set_excluded(_KEY, False)
+    _dtype, _cast_weight = _dtype_of(_DEVICE), None
+    if bias is not None and bias.dtype is not _dtype:
+        if type(bias) is _Parameter:
+            _cast_weight = _cast_weight or _weights(_dtype)
+            bias = _cast_weight(bias)
+        else:
+            bias = _cast_to(_dtype)(bias)
+    if weight.dtype is not _dtype:
+        if type(weight) is _Parameter:
+            _cast_weight = _cast_weight or _weights(_dtype)
+            weight = _cast_weight(weight)
+        else:
+            weight = _cast_to(_dtype)(weight)
+    if input.dtype is not _dtype:
+        if type(input) is _Parameter:
+            _cast_weight = _cast_weight or _weights(_dtype)
+            input = _cast_weight(input)
+        else:
+            input = _cast_to(_dtype)(input)
+    try:
+        _set_excluded(_KEY, True)
+        _set_excluded(_AUTOCAST, True)
+        return _operator(input, weight, bias)
+    finally:
+        try:
+            _set_excluded(_KEY, False)
+        finally:
+            _set_excluded(_AUTOCAST, False)
+
+- Tensor subclasses, numbers in the place of tensors and transforms of `torch.func` (`_level`) take the general handler.
+  Operators with an unusual schema or rule have no other.
+- torch excludes its own autocast key, `_AUTOCAST`, where autocast is disabled: nothing is cast.
+- `_weights` returns the function of the region's weight cache that casts parameters (`weight_cache._Casts.find`);
+  `_cast_to` that for other tensors, made by `_casts_on`.
+- `_operator` is torch's `linear`. Neither the region's key, `_KEY`, nor torch's autocast sees it and its parts again.
+
+A handler holds no state of a region: whether autocast is on, its dtype and its cache are read at each call. So all
+modes with the same rules share handlers.
 """
 
 from __future__ import annotations
@@ -34,13 +76,13 @@ from ampkit.torch_internals.transforms import functorch_level
 
 __all__ = ["BOUND_NAMES", "handlers_for", "source"]
 
-# False: every operator takes the general handler. The tests compare the two.
+# False: every operator has the general handler. The tests compare the two.
 GENERATE = os.environ.get("AMPKIT_GENERAL_HANDLERS", "0") != "1"
 
-# The keys are set within the `try`: Ctrl-C may come right after either call.
+# The keys are excluded inside the `try`, since Ctrl-C may come right after either call.
 _HANDLER = """\
 def {s.name}(_keys, {s.params}):
-    if _level() is not None{unusual}:
+    if (_level() is not None{unusual}):
         return _general(_keys, {s.call})
     if _is_excluded(_AUTOCAST):
         try:
@@ -65,15 +107,15 @@ _UNUSUAL = {
     LIST: " or not _PLAIN_TENSORS.issuperset(map(type, {0}))",
 }
 _LOWER = """\
-    if {given}{tensor}.dtype is not _dtype:
+    if {is_given}{tensor}.dtype is not _dtype:
         if type({tensor}) is _Parameter:
-            _weight = _weight or _weights(_dtype)
-            {tensor} = _weight({tensor})
+            _cast_weight = _cast_weight or _weights(_dtype)
+            {tensor} = _cast_weight({tensor})
         else:
             {tensor} = _cast_to(_dtype)({tensor})
 """
 _FLOAT32 = """\
-    if {given}{tensor}.dtype is not _float32:
+    if {is_given}{tensor}.dtype is not _float32:
         {tensor} = _cast_up({tensor})
 """
 _PROMOTE = """\
@@ -82,13 +124,13 @@ _PROMOTE = """\
         return _general(_keys, {s.call})
 """
 _DTYPE_ARGUMENT = """\
-    if {asked} is None and _eligible({tensor}):
-        {set} = _float32
+    if {requested} is None and _eligible({tensor}):
+        {request} = _float32
 """
 
 
-# Operators whose Python binding, which is faster to call than the `OpOverload`, takes the schema's
-# arguments in order and calls that very operator. A test compares them.
+# Operators with a Python binding that takes the schema's arguments in order and calls that very operator. A binding is
+# faster to call than the `OpOverload`. A test compares the two.
 BOUND_NAMES = (
     "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d.input", "conv_transpose3d.input", "linear", "matmul", "mm", "mv", "prelu",
@@ -102,7 +144,7 @@ _BOUND_NAMES = frozenset(f"aten::{name}" for name in BOUND_NAMES)
 
 
 def _callable(op: OpOverload) -> Callable[..., Any]:
-    """The fastest callable that runs `op`, given the arguments of its schema in order."""
+    """The fastest callable that runs `op` on the arguments of its schema, in order."""
     binding = python_binding(op) if op.name() in _BOUND_NAMES else None
     return op._op if binding is None else binding
 
@@ -122,21 +164,23 @@ def _body(op: OpOverload, rule: Rule, s: Signature) -> str | None:
     """The lines that cast the arguments; None for a rule or a schema that only the general handler covers."""
     kinds = {kind for _, kind in s.tensors}
     if rule is Rule.LOWER and LIST not in kinds:
-        return "    _dtype, _weight = _dtype_of(_DEVICE), None\n" + _each(_LOWER, s)
+        return "    _dtype, _cast_weight = _dtype_of(_DEVICE), None\n" + _each(_LOWER, s)
     if rule is Rule.FLOAT32 and LIST not in kinds:
         return _each(_FLOAT32, s)
     if rule is Rule.PROMOTE and OPTIONAL not in kinds:
-        return _PROMOTE.format(s=s, tensors=", ".join("*" * (kind == LIST) + name for name, kind in s.tensors))
+        return _PROMOTE.format(s=s, tensors=", ".join(f"*{name}" if kind == LIST else name for name, kind in s.tensors))
     if rule is Rule.FLOAT32_DTYPE_ARG and s.dtype and s.tensors[0][1] == TENSOR and dtype_overload(op) is op:
-        asked, changed = ("dtype", "dtype") if s.dtype == "dtype" else ('_kwargs.get("dtype")', '_kwargs["dtype"]')
-        return _DTYPE_ARGUMENT.format(tensor=s.tensors[0][0], asked=asked, set=changed)
+        tensor = s.tensors[0][0]
+        if s.dtype == "dtype":
+            return _DTYPE_ARGUMENT.format(tensor=tensor, requested="dtype", request="dtype")
+        return _DTYPE_ARGUMENT.format(tensor=tensor, requested='_kwargs.get("dtype")', request='_kwargs["dtype"]')
     return None
 
 
 def _each(template: str, s: Signature) -> str:
     """The code for each tensor argument, the last one first: see `Cast.kwargs`."""
     return "".join(
-        template.format(tensor=name, given="" if kind == TENSOR else f"{name} is not None and ")
+        template.format(tensor=name, is_given="" if kind == TENSOR else f"{name} is not None and ")
         for name, kind in reversed(s.tensors)
     )
 
@@ -144,7 +188,7 @@ def _each(template: str, s: Signature) -> str:
 def handlers_for(tables: tuple[tuple[str, RuleTable], ...], key: Any) -> dict[str, Handler]:
     """The handlers of a mode with these rules and this dispatch key, by operator name.
 
-    A mode for several devices has the general ones.
+    A mode for several device types has the general handlers.
     """
     if len(tables) != 1 or not GENERATE:
         return GENERAL_HANDLERS
@@ -155,7 +199,7 @@ def handlers_for(tables: tuple[tuple[str, RuleTable], ...], key: Any) -> dict[st
 
 
 class _GeneratedHandlers(dict[str, Handler]):
-    """An operator's generated handler, written at its first call; the general one where its rule has no source."""
+    """Handlers by operator name, made at the operator's first call: generated, or general if there is no source."""
 
     def __init__(self, device_type: str, table: RuleTable, key: Any) -> None:
         super().__init__()

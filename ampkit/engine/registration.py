@@ -1,9 +1,11 @@
-"""Registration of handlers at the regions' dispatch keys, once per operator and key in a process.
+"""The engine's front door: the functions that torch's dispatcher calls for operators, while a region is open.
 
-This is the front door of the engine: torch's dispatcher calls the *entry* registered here for each operator that some
-policy lists, while a region is open. The entry looks the operator up in the `handlers` of the thread's mode. These are
-generated for the operator (`generated_handlers`), or those of `GENERAL_HANDLERS`, which pass any operator to the mode's
-`__torch_dispatch__` (`autocast_mode`).
+`install` registers an *entry* at a dispatch key for each operator that some policy lists, once per process. The entry,
+whose text is `_ENTRY`, looks the operator up in the `handlers` of the thread's mode. The handler found there is
+
+- generated for the operator and its rule (`generated_handlers`), the fast path, or
+- one of `GENERAL_HANDLERS`, made by `_general`, which passes any operator to the mode's `__torch_dispatch__`
+  (`autocast_mode`), the slow path.
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ from ampkit.torch_internals.transforms import functorch_level, is_ahead, keys_ah
 Handler = Callable[..., Any]
 R = TypeVar("R")
 
-_NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
+_NUMBER_TYPES = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 
-_libraries: dict[str, Library] = {}
-GENERAL_HANDLERS: dict[str, Handler] = {}         # by the operator's name
-OPERATORS: dict[str, OpOverload] = {}
-_installed: set[tuple[OpOverload, Any]] = set()      # with the key
+_libraries: dict[str, Library] = {}             # by the operators' namespace
+GENERAL_HANDLERS: dict[str, Handler] = {}       # by the operator's name, as `aten::linear`
+OPERATORS: dict[str, OpOverload] = {}           # by their names
+_installed: set[tuple[OpOverload, Any]] = set()     # operators that have an entry, with its key
 _installing_lock = renewed_lock(__name__, "_installing_lock")
 
 
 def install(ops: Iterable[OpOverload], key: Any) -> None:
     """Register an entry at `key` for operators that have none there yet.
 
-    A thread of its own registers them. Signal handlers run in the main thread alone, so neither Ctrl-C nor a handler
-    that opens a region of its own comes between a registration and the note of it.
+    A new thread registers them. Signal handlers run in the main thread alone, so neither Ctrl-C nor a handler that
+    opens a region itself comes between a registration and its note in `_installed`.
     """
     missing = [op for op in ops if (op, key) not in _installed]
     if missing:
@@ -59,7 +61,7 @@ def install(ops: Iterable[OpOverload], key: Any) -> None:
 
 
 def in_own_thread(function: Callable[..., R], *args: Any) -> R:
-    """What a function returns or raises in a new thread, which has no modes and gets no signals."""
+    """Call a function in a new thread, which has no modes and gets no signals; return or raise what it does."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -92,9 +94,9 @@ def _install_operator(op: OpOverload, key: Any) -> None:
         _libraries[op.namespace] = Library(op.namespace, "IMPL")
     if name not in OPERATORS:
         GENERAL_HANDLERS[name] = _general(op)
-        _go_before_tracer(op)
+        _cast_before_tracer(op)
         OPERATORS[name] = op
-    if not has_kernel(name, KEY_NAMES[key]):      # it may, in a child forked amid the registration
+    if not has_kernel(name, KEY_NAMES[key]):    # a child that was forked during the registration has the entry already
         _libraries[op.namespace].impl(op, _entry(op), KEY_NAMES[key], with_keyset=True)
     _installed.add((op, key))
 
@@ -110,7 +112,7 @@ def _prepare() -> None:
                 f"the dispatch key {name} that ampkit needs for itself is taken: by another copy of ampkit, imported "
                 "again or reloaded in this process, or by another library. Start a new process and import ampkit once"
             ) from error
-        for op in higher_order_ops.values():    # `torch.cond` and its kin dispatch in Python, without fallbacks
+        for op in higher_order_ops.values():    # `torch.cond` and similar dispatch in Python, without fallbacks
             op.fallthrough(key)
         if key not in higher_order_fallthrough:
             higher_order_fallthrough.append(key)
@@ -127,35 +129,35 @@ def _entry(op: OpOverload) -> Handler:
     """The function registered for `op`: it calls the handler that the thread's mode has for it."""
     signature = signature_of(op)
     if signature is None:
-        return GENERAL_HANDLERS[op.name()]       # no mode has another
+        return GENERAL_HANDLERS[op.name()]      # every mode has this handler for it
     text = _ENTRY.format(s=signature, tls=TLS_NAME)
     return dynamo_skip(defined("entry", text, "<ampkit dispatch>", {"_mode": get_in_tls, "_name": op.name()}))
 
 
 def _general(op: OpOverload) -> Handler:
-    """The handler of `op` for any rule, argument and mode."""
-    slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
+    """The handler of `op` for any rule, any arguments and any mode."""
+    positions = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
     ahead, refuses_numbers = keys_ahead(op), not takes_numbers(op)
 
     @dynamo_skip
     def handler(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
         if functorch_level() is not None:
-            args = _without_numbers(args, _numbers(args, slots))
-        if refuses_numbers and _numbers(args, slots):       # tensors that torch has marked as numbers, of traced code
-            args = _without_numbers(args, _numbers(args, slots))
-            numbers = _numbers(args, slots)         # beside which no tensor says of which dtype they are
+            args = _with_tensors(args, _numbers(args, positions))
+        if refuses_numbers and _numbers(args, positions):       # in traced code, tensors that torch treats as numbers
+            args = _with_tensors(args, _numbers(args, positions))
+            numbers = _numbers(args, positions)     # those with no tensor beside them that would tell their dtype
             args = tuple(torch.tensor(arg) if n in numbers else arg for n, arg in enumerate(args))
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
                 return result
-        # Where no list of the mode has `op`, torch's key must stay: its library may have an autocast kernel for it, and
-        # without the key autocast counts as disabled for its parts.
+        # If none of the mode's policies lists `op`, torch's autocast key must stay included: the operator's library may
+        # have registered a function there, and without the key autocast counts as disabled for the operator's parts.
         listed = any(op in table for _, table in mode.tables)
         excluded, below = (mode.excluded_keys, mode.redispatch_keys) if listed else keysets(())
-        if _numbers(args, slots):
-            # The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept.
+        if _numbers(args, positions):
+            # The dispatcher passes on numbers in the place of tensors (`x + 1`), which redispatch does not accept.
             with Exclude(excluded):
                 return op._op(*args, **kwargs)
         return op.redispatch(keyset & below, *args, **kwargs)
@@ -163,37 +165,38 @@ def _general(op: OpOverload) -> Handler:
     return handler
 
 
-def _numbers(args: tuple[Any, ...], slots: list[int]) -> list[int]:
-    """Where a number stands in the place of a tensor."""
-    return [slot for slot in slots if slot < len(args) and type(args[slot]) in _NUMBERS]
+def _numbers(args: tuple[Any, ...], positions: list[int]) -> list[int]:
+    """Those of the positions of tensors at which a number was given."""
+    return [position for position in positions if position < len(args) and type(args[position]) in _NUMBER_TYPES]
 
 
-def _without_numbers(args: tuple[Any, ...], slots: list[int]) -> tuple[Any, ...]:
-    """Arguments with tensors for the numbers at `slots`, which promote as numbers do and have their digits.
+def _with_tensors(args: tuple[Any, ...], positions: list[int]) -> tuple[Any, ...]:
+    """Arguments with tensors for the numbers at `positions`; they promote as numbers do, and no digit is lost.
 
-    Autograd saves a number as a tensor that is marked as one. Where a transform has wrapped it, torch cannot hand it to
-    a Python function in backward: it reads the number, and the wrapper has no memory. Any region of the process would
-    meet that once one policy has a rule for `mul`.
+    Autograd saves a number as a tensor with a flag. If a transform has wrapped that tensor, torch cannot hand it to a
+    Python function in backward: it reads the number, and the wrapper has no memory. Any region of the process would
+    fail so once one policy has a rule for `mul`.
     """
     tensor = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()), None)
     if tensor is None:
         return args
     changed = list(args)
-    for slot in slots:
-        if type(args[slot]) in (int, float, bool):
-            number = torch.scalar_tensor(args[slot], dtype=torch.float64)
-            # A tensor without dimensions would be promoted; in 16 bits it takes the number if no digit is lost.
+    for position in positions:
+        if type(args[position]) in (int, float, bool):
+            number = torch.scalar_tensor(args[position], dtype=torch.float64)
+            # A float64 number would promote a tensor without dimensions, so it gets that tensor's dtype; a dtype of 16
+            # bits only if no digit is lost.
             low = number.to(tensor.dtype) if tensor.dim() == 0 else number
             if tensor.dtype not in (torch.float16, torch.bfloat16) or bool(low == number):
-                changed[slot] = low
+                changed[position] = low
     return tuple(changed)
 
 
-def _go_before_tracer(op: OpOverload) -> None:
-    """Have pre-dispatch tracing (`torch.export`) record the casts and the call, not `op` as it was called.
+def _cast_before_tracer(op: OpOverload) -> None:
+    """Have pre-dispatch tracing (`torch.export`) record the casts and the call on cast arguments.
 
-    That tracer is at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
-    every call; for operators with an entry that look-up goes through `_get_dispatch`.
+    That tracer is a Python mode at the one key above the regions' keys. `OpOverload._get_dispatch` looks it up at every
+    call; for operators with an entry, `_get_dispatch` below wraps this look-up.
     """
     op._get_dispatch = functools.partial(_get_dispatch, op, op._get_dispatch)  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""An operator's schema as the parameters of a Python function, for functions that are generated per operator."""
+"""An operator's schema as the parameters of a Python function, for entries and generated handlers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ TENSOR, OPTIONAL, LIST = "Tensor", "Optional[Tensor]", "List[Tensor]"
 
 
 class Signature(NamedTuple):
-    """How a generated handler takes an operator's arguments from the dispatcher, and passes them on."""
+    """How a generated function takes an operator's arguments from the dispatcher, and passes them on."""
 
-    name: str
-    params: str
-    call: str
-    tensors: tuple[tuple[str, str], ...]    # of the parameters that hold tensors: name, and TENSOR, OPTIONAL or LIST
-    dtype: str | None                       # what `dtype` is, if the operator has it: a parameter, or one of _kwargs
+    name: str                               # of the function
+    params: str                             # of `def`: "input, weight, bias=None"
+    call: str                               # arguments that pass the parameters on: "input, weight, bias"
+    tensors: tuple[tuple[str, str], ...]    # the parameters that hold tensors: name, and TENSOR, OPTIONAL or LIST
+    dtype: str | None                       # the parameter that holds the dtype: "dtype", "_kwargs" or None
 
 
 @functools.cache
 def signature_of(op: OpOverload) -> Signature | None:
-    """None if a tensor comes by keyword or in an optional list, or if a named parameter has a default other than None.
+    """The parameters of functions for `op`; None if its schema is unusual, so that only the general handler serves it.
 
-    The dispatcher omits trailing defaults. Parameters up to the last that may matter to a rule, a tensor or the dtype,
-    have names; those after it pass through as `_rest`.
+    Unusual are a tensor by keyword or in an optional list, and a named parameter with a default other than None. The
+    dispatcher omits trailing defaults. Parameters up to the last tensor or dtype have names, since rules may need
+    them; those after it pass through as `_rest`.
     """
     positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
     by_keyword = op._schema.arguments[len(positional) :]
@@ -47,27 +48,33 @@ def signature_of(op: OpOverload) -> Signature | None:
     named = positional[: max(tensors + dtypes) + 1]
     if any(argument.has_default_value() and argument.default_value is not None for argument in named):
         return None
-    names = [argument.name + "_" * keyword.iskeyword(argument.name) for argument in named]
+    names = [_identifier(argument.name) for argument in named]
     params = [
         f"{name}=None" if argument.has_default_value() else name for name, argument in zip(names, named, strict=True)
     ]
-    rest = ["*_rest"] * (len(positional) > len(named)) + ["**_kwargs"] * bool(by_keyword)
+    rest = ["*_rest"] if len(positional) > len(named) else []
+    if by_keyword:
+        rest.append("**_kwargs")
     dtype = None
     if dtypes:
         dtype = "dtype"
     elif any(argument.name == "dtype" for argument in by_keyword):
         dtype = "_kwargs"
-    name = op._schema.name.partition("::")[2]
     return Signature(
-        name + "_" * keyword.iskeyword(name), ", ".join([*params, *rest]), ", ".join([*names, *rest]),
+        _identifier(op._schema.name.partition("::")[2]), ", ".join([*params, *rest]), ", ".join([*names, *rest]),
         tuple((names[n], kinds[n]) for n in tensors), dtype,
     )
 
 
-def defined(name: str, text: str, filename: str, variables: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function of this name that a source text defines, with `variables` as its globals.
+def _identifier(name: str) -> str:
+    """A name that Python takes: with an underscore if it is a keyword."""
+    return f"{name}_" if keyword.iskeyword(name) else name
 
-    Tracebacks show its lines as those of a file called `filename`.
+
+def defined(name: str, text: str, filename: str, variables: Mapping[str, Any]) -> Callable[..., Any]:
+    """Run a source text with `variables` as globals, and return the function of this name that it defines.
+
+    Tracebacks show its lines as lines of a file called `filename`.
     """
     namespace = dict(variables)
     exec(_code(text, filename), namespace)

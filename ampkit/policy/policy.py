@@ -1,8 +1,8 @@
-"""Policy: which rule every operator follows in a region, why, and how to change it.
+"""`Policy`: which rule every operator follows in a region, why, and how to change it.
 
-A policy is a stack of layers, later over earlier: torch.amp's list for the device, what ampkit adds to it,
-what `register_op` declared for the process, and each `with_rules`; and rules for modules of a model. It is immutable:
-`with_rules` and `for_modules` return another one. Policies compare and hash by value; `to_dict` gives plain data.
+A policy is a stack of layers, later over earlier: torch.amp's list for the device, ampkit's additions to it, the rules
+that `register_op` declared for the process, and each `with_rules`; and rules for modules of a model. It is immutable:
+`with_rules` and `for_modules` return another policy. Policies compare and hash by value; `to_dict` gives plain data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 _WHY_COMPOSITE = "unlisted; the operators that it decomposes into follow their own rules"
 _WHY_UNLISTED = "unlisted; it runs in the dtype of its inputs"
 
-_Layer = Mapping[OpOverload, tuple[Rule, str]]      # the rule of each operator, and why
+_Layer = Mapping[OpOverload, tuple[Rule, str]]      # the rule of each operator, and the reason
 
 
 class Explanation(NamedTuple):
@@ -54,15 +54,15 @@ class Explanation(NamedTuple):
 class RuleTable(dict[OpOverload, Rule]):
     """Every operator with a rule of its own. A subclass, since a plain dict cannot be weakly referenced."""
 
-    handlers: Any = None    # what regions run for these rules; see `engine.generated_handlers`
+    handlers: Any = None    # the functions that regions run for these rules: `engine.generated_handlers`
 
     def __missing__(self, key: Any) -> Rule:
-        what = f"{key.name()!r} has no rule of its own" if isinstance(key, OpOverload) else f"{short(key)} is no key"
-        raise KeyError(f"{what}; keys are overloads such as torch.ops.aten.mm.default. policy.rule_for takes any name")
+        fault = f"{key.name()!r} has no rule of its own" if isinstance(key, OpOverload) else f"{short(key)} is no key"
+        raise KeyError(f"{fault}; keys are overloads such as torch.ops.aten.mm.default. policy.rule_for takes any name")
 
 
 class _Registered:
-    """Rules that `register_op` declared for this process, and the number of changes."""
+    """The rules that `register_op` declared for this process, and how many calls of it there were."""
 
     rules: dict[OpOverload, Rule] = {}
     changes = 0
@@ -72,8 +72,17 @@ class _Registered:
 class Policy:
     """The rules of a region for one device type: pass it as `autocast(policy=...)`.
 
-    `Policy.default(device_type)` is what a region uses when it is given none; `Policy.torch(device_type)` is
-    exactly torch.amp's list.
+    `Policy.default(device_type)` is the policy of a region that is given none; `Policy.torch(device_type)` is exactly
+    torch.amp's list. Policies never synchronize with the device.
+
+    Args:
+        base: The lists to start from: "default" or "torch".
+        device_type: The device type of the regions, such as "cuda".
+        overrides: For each `with_rules`, in order, pairs of an operator and its rule.
+        modules: The rules that `for_modules` has bound; None means no such rules.
+
+    Raises:
+        ValueError: An unknown base or device type.
 
     >>> policy = Policy.default("cpu").with_rules({"aten::softmax.int": Rule.KEEP})
     >>> print(policy.explain("aten::softmax.int"))
@@ -82,13 +91,13 @@ class Policy:
     True
     """
 
-    base: str               # the lists it starts from: "default" or "torch"
+    base: str
     device_type: str
-    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]      # of each `with_rules`, in order, by operator
+    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]
     modules: module_rules.ModuleRules
     text: str = dataclasses.field(init=False, compare=False)        # all but `modules`, as JSON that `from_dict` reads
 
-    def __init__(       # Dynamo traces it where compiled code makes a policy; the one of dataclasses it cannot
+    def __init__(       # Dynamo traces it where compiled code makes a policy; it cannot trace the one of dataclasses
         self,
         base: str,
         device_type: str,
@@ -112,52 +121,76 @@ class Policy:
 
     @classmethod
     def default(cls, device_type: str) -> Policy:
-        """ampkit's own rules: torch.amp's list, with float32 softmax, norms and losses on every device.
+        """Make a policy of ampkit's rules: torch.amp's list, with float32 softmax, norms and losses on every device.
+
+        Args:
+            device_type: The device type of the regions: "cpu", "cuda", "mps", "xpu" or another that autocast knows.
+
+        Returns:
+            The policy that a region has if it is given none.
 
         Raises:
-            ValueError: a device type that autocast does not know.
+            ValueError: A device type that autocast does not know.
         """
         return cls("default", device_type)
 
     @classmethod
     def torch(cls, device_type: str) -> Policy:
-        """Exactly torch.amp's list for `device_type`: losses and gradients equal torch.amp's to the bit.
+        """Make a policy of exactly torch.amp's list: losses and gradients equal torch.amp's to the bit.
+
+        Args:
+            device_type: The device type of the regions, as for `default`.
+
+        Returns:
+            The policy, from torch's ATen/autocast_mode.h for the running version.
 
         Raises:
-            ValueError: a device type that autocast does not know.
+            ValueError: A device type that autocast does not know.
         """
         return cls("torch", device_type)
 
     def with_rules(self, rules: Mapping[Operator, Rule | str]) -> Policy:
-        """A policy in which the given operators follow other rules.
+        """Give operators other rules.
 
-        A key is an overload (`torch.ops.aten.softmax.int`), a packet (`torch.ops.aten.softmax`: all its overloads
-        but the `out=` ones), a name (`"aten::softmax.int"`, `"aten::softmax"`), or a function of torch that ATen has
-        under the same name (`torch.softmax`, `functional.gelu`); a value is a `Rule` or its name.
+        Args:
+            rules: A dict of operators to rules. A key is an overload (`torch.ops.aten.softmax.int`), a packet
+                (`torch.ops.aten.softmax`: all its overloads but the `out=` ones), a name (`"aten::softmax.int"`,
+                `"aten::softmax"`), or a function of torch that ATen has under the same name (`torch.softmax`,
+                `functional.gelu`). A value is a `Rule` or its name.
+
+        Returns:
+            This policy with one more layer on top.
 
         Raises:
-            ValueError: an unknown operator or rule, an operator named twice, or a rule that it cannot follow.
-            TypeError: a key that names no operator, or a value that is no rule.
+            ValueError: An unknown operator or rule, an operator named twice, or a rule that it cannot follow.
+            TypeError: A key that names no operator, or a value that is not a rule.
         """
         return dataclasses.replace(self, overrides=(*self.overrides, _checked_layer(rules)))
 
     def for_modules(self, model: Module, rules: Mapping[Any, Any]) -> Policy:
-        """A policy that computes some modules of `model` in another precision, wherever they are called.
+        """Compute some modules of a model in another precision, wherever they are called.
 
-        A key is a path pattern relative to `model` (`"blocks.*.attn"`; `*` stands for one name or part of one, `**` for
-        any number of names), a module class (`nn.LayerNorm`), or a module itself. A value is a precision or another
-        `Policy` for the same device type. Precisions: `torch.float32` or its name casts the module's 16-bit inputs to
-        float32 and turns autocast off inside; bfloat16 and float16 are regions of that dtype.
+        Keys are resolved now: wrappers put around modules later change nothing, and copies of modules follow the rules
+        of their originals; replace modules before this call. No module is kept alive. A module or its path
+        takes precedence over a pattern with stars, a pattern over a class, and a nearer base class over a farther one.
+        Of nested modules with rules the innermost one's rule applies, also inside a module with a policy.
 
-        Keys are resolved now: wrappers put around modules later change nothing, copies of modules follow the rules of
-        their originals, and what replaces modules has to come first. No module is kept alive. A module or its path
-        beats a pattern with stars, that beats a class, a nearer base class beats a farther one; of modules inside each
-        other the innermost with a rule wins, inside one with a policy too.
+        Args:
+            model: The model that the keys refer to.
+            rules: A dict of modules to precisions. A key is a path pattern relative to `model` (`"blocks.*.attn"`; `*`
+                stands for one name or part of one, `**` for any number of names), a module class (`nn.LayerNorm`), or
+                a module itself. A value is a dtype, its name, or another `Policy` for the same device type.
+                `torch.float32` casts the module's 16-bit inputs to float32 and disables autocast inside; bfloat16 and
+                float16 are regions of that dtype.
+
+        Returns:
+            This policy with the rules bound to the modules.
 
         Raises:
-            ValueError: a key that matches no module or is set already, an unknown name of a dtype, a policy with rules
+            ValueError: A key that matches no module or is set already, an unknown name of a dtype, a policy with rules
                 for modules, or two patterns that disagree about a module.
-            TypeError: something that is no key, or no precision or policy.
+            TypeError: Something other than a key, a precision or a policy.
+            RuntimeError: A call inside a function that is being compiled.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         >>> policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})
@@ -175,37 +208,48 @@ class Policy:
         return dataclasses.replace(self, modules=self.modules.extended(model, items))
 
     def keep_in_fp32(self, model: Module, dtype: torch.dtype | str) -> Policy:
-        """A policy that also keeps in float32 what a model of transformers wants kept there, in regions of `dtype`.
+        """Keep in float32 the modules that a model of transformers asks for, in regions of `dtype`.
 
-        `_keep_in_fp32_modules` of the model, or of models in it, counts in float16, `_keep_in_fp32_modules_strict` in
-        bfloat16 too. As in transformers these are regular expressions, looked for in the names of parameters, which are
-        those without PEFT; a module becomes float32 if they match every parameter and buffer in it, this policy has no
-        rule for it, and its weights are not of 16 bits. `print(policy.check())` shows them; a model that wants nothing
-        gets this policy back.
+        `_keep_in_fp32_modules` of the model, or of models in it, applies in float16, `_keep_in_fp32_modules_strict` in
+        bfloat16 too. As in transformers these are regular expressions, searched for in the names of parameters (without
+        PEFT's parts). A module becomes float32 if they match every parameter and buffer in it, this policy has no rule
+        for it, and its weights are not of 16 bits. `print(policy.check())` shows these modules.
+
+        Args:
+            model: The model, whose modules may have these attributes.
+            dtype: The dtype of the regions: float16 or bfloat16, or its name.
+
+        Returns:
+            A policy with rules for these modules; this policy itself if there are none.
 
         Raises:
-            ValueError: an unknown dtype, or a model whose patterns are no regular expressions.
-            TypeError: something that is no model.
+            ValueError: An unknown dtype, or patterns that are not regular expressions.
+            TypeError: Something other than a model.
         """
         if not isinstance(model, Module):
             raise TypeError(f"keep_in_fp32 takes a model; got {type(model).__name__}")
-        found = as_dtype(dtype)
-        if not isinstance(found, torch.dtype) or found not in PRECISIONS.values():
-            raise ValueError(f"dtype is {short(dtype)}; expected that of the region, torch.float16 or torch.bfloat16")
-        modules = kept_modules(model, found, self.modules)
+        region_dtype = as_dtype(dtype)
+        if not isinstance(region_dtype, torch.dtype) or region_dtype not in PRECISIONS.values():
+            raise ValueError(f"dtype is {short(dtype)}; expected the region's, torch.float16 or torch.bfloat16")
+        modules = kept_modules(model, region_dtype, self.modules)
         return self.for_modules(model, dict.fromkeys(modules, torch.float32)) if modules else self
 
     def check(self, model: Module | None = None) -> module_rules.ModuleCheck:
-        """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
+        """List the modules that each rule of `for_modules` binds, by their paths, and those that are gone.
 
-        `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
-        no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
+        A rule whose module is gone has to be bound again: call `for_modules` after the module was replaced. Runs
+        nothing.
 
-        With a model, `.layers` has a line for each of its linear layers: the rule that it follows under this policy,
-        and why one with an FP8 rule does not run in FP8. Nothing is run.
+        Args:
+            model: A model whose linear layers are listed too; None lists no layers.
+
+        Returns:
+            The check, of which `print` shows a line for each rule. `.gone` holds the rules with modules that were freed
+            or that their model no longer contains. `.layers` has a line for each linear layer of `model`: the rule that
+            it follows under this policy, and why a layer with an FP8 rule does not run in FP8.
 
         Raises:
-            TypeError: something that is no model.
+            TypeError: Something other than a model.
         """
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"check takes a model, to list its linear layers, or nothing; got {short(model)}")
@@ -236,50 +280,78 @@ class Policy:
         return dtype
 
     def inside(self, value: Policy) -> Policy:
-        """The policy of a module whose rule is a policy: the operators' rules of that one, and these for modules."""
+        """Combine this policy's rules for modules with the operators' rules of the policy that is a module's rule.
+
+        Args:
+            value: The value of a rule of `for_modules`.
+
+        Returns:
+            The policy of the module's region.
+        """
         return _inside(self, value)
 
     def rule_for(self, op: Operator) -> Rule:
-        """The rule `op` follows, as `explain` gives it."""
+        """Find the rule that an operator follows.
+
+        Args:
+            op: An operator, in any form that is a key of `with_rules`.
+
+        Returns:
+            The rule, as `explain` gives it.
+
+        Raises:
+            ValueError, TypeError: As `explain`.
+        """
         return self.explain(op).rule
 
     def explain(self, op: Operator) -> Explanation:
-        """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
+        """Find the rule that an operator follows, the layer of the policy that set it, and the reason.
 
-        `op` is a key as in `with_rules`. An unlisted composite follows DECOMPOSE, any other unlisted operator KEEP.
+        Args:
+            op: An operator, in any form that is a key of `with_rules`.
+
+        Returns:
+            The explanation; its `str()` is one line. An unlisted composite follows DECOMPOSE, any other unlisted
+            operator KEEP.
 
         Raises:
-            ValueError: an unknown operator, or one whose overloads follow different rules.
+            ValueError: An unknown operator, or one whose overloads follow different rules.
+            TypeError: Something that names no operator.
 
         >>> print(Policy.torch("cpu").explain(torch.nn.functional.linear))
         aten::linear: LOWER (set by torch): matrix units multiply in half precision and accumulate in float32
         """
-        answers = [self._explain(one) for one in candidates(op)]
-        if len({answer.rule for answer in answers}) > 1:
-            said = ", ".join(f"{answer.op} {answer.rule.name}" for answer in answers)
-            raise ValueError(f"overloads of {op!s} follow different rules: {said}; ask about one of them")
-        return answers[0]
+        explanations = [self._explain(overload) for overload in candidates(op)]
+        if len({explanation.rule for explanation in explanations}) > 1:
+            rules = ", ".join(f"{explanation.op} {explanation.rule.name}" for explanation in explanations)
+            raise ValueError(f"overloads of {op!s} follow different rules: {rules}; ask about one of them")
+        return explanations[0]
 
-    def _explain(self, found: OpOverload) -> Explanation:
+    def _explain(self, op: OpOverload) -> Explanation:
         for name, layer in reversed(self._layers()):
-            if found in layer:
-                rule, why = layer[found]
-                return Explanation(found.name(), rule, name, why)
-        if is_composite(found):
-            return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
-        return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
+            if op in layer:
+                rule, why = layer[op]
+                return Explanation(op.name(), rule, name, why)
+        if is_composite(op):
+            return Explanation(op.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
+        return Explanation(op.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
 
     def rules(self) -> RuleTable:
-        """Every operator with a rule of its own, after all layers. Operators that are absent run as they are."""
+        """Fold all layers into one table.
+
+        Returns:
+            Every operator with a rule of its own. Operators that are absent run as they are.
+        """
         return _fold_layers(self, _Registered.changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
+        """Write the policy as plain dicts, lists and strings, for JSON or a checkpoint.
 
-        A module that was given as a key is written by its path.
+        Returns:
+            The state that `from_dict` reads. A module that was given as a key is written by its path.
 
         Raises:
-            ValueError: rules of several models, which one call of `from_dict` cannot bind.
+            ValueError: Rules of several models, which one call of `from_dict` cannot bind.
         """
         if len({rule.model for rule in self.modules.rules}) > 1:
             raise ValueError(
@@ -298,14 +370,22 @@ class Policy:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], model: Module | None = None) -> Policy:
-        """The policy that `to_dict` wrote, its module rules bound to `model`; all keys but "base" may be left out.
+        """Read a policy that `to_dict` wrote, and bind its module rules.
 
-        Without "device_type" the policy is for the current accelerator, else the CPU. Untrusted data is safe: reading
-        it imports nothing and runs no code; module classes are looked up among those of the model.
+        Untrusted data is safe: reading it imports nothing and runs no code; module classes are looked up among those of
+        the model.
+
+        Args:
+            state: The state; all keys but "base" may be absent. Without "device_type" the policy is for the current
+                accelerator, else the CPU.
+            model: The model to bind module rules to; None for a policy without such rules.
+
+        Returns:
+            The policy, equal to the written one if the model is the same.
 
         Raises:
-            TypeError, ValueError: what `to_dict` does not write, module rules without a model, or rules that match none
-                of its modules.
+            TypeError, ValueError: A state that `to_dict` does not write, module rules without a model, or rules that
+                match none of its modules.
 
         >>> Policy.from_dict({"base": "torch", "device_type": "cpu", "rules": [{"aten::mm": "keep"}]})
         Policy.torch('cpu').with_rules({'aten::mm.default': Rule.KEEP, 'aten::mm.dtype': Rule.KEEP})
@@ -337,11 +417,11 @@ class Policy:
         )
 
     def __hash__(self) -> int:      # no `cached_property`: its lock, in Python 3.11, may be inherited locked by a fork
-        value: int | None = self.__dict__.get("_hash")
-        if value is None:
-            value = hash((self.base, self.device_type, self.overrides, self.modules))
-            object.__setattr__(self, "_hash", value)
-        return value
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.base, self.device_type, self.overrides, self.modules))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     def __copy__(self) -> Policy:
         return self
@@ -368,16 +448,19 @@ class Policy:
 def register_op(op: Operator | Any, rule: Rule | str) -> None:
     """Give an operator of your own, or of another library, a rule in every policy of this process.
 
-    `op` is an overload, a packet, a name such as `"mylib::attention"`, or what `torch.library.custom_op` returned.
     `Policy.with_rules` still overrides it. An operator with a dtype from `torch.library.register_autocast` needs no
-    call: regions respect it.
+    call: regions respect it. Never synchronizes with the device.
+
+    Args:
+        op: An overload, a packet, a name such as `"mylib::attention"`, or the result of `torch.library.custom_op`.
+        rule: A `Rule` or its name.
 
     Raises:
-        TypeError, ValueError: an unknown operator or rule.
+        TypeError, ValueError: An unknown operator or rule, or a rule that the operator cannot follow.
     """
-    value = checked_rule(rule, op)
-    for found in overloads(getattr(op, "_opoverload", op), value):
-        _Registered.rules[found] = value
+    checked = checked_rule(rule, op)
+    for overload in overloads(getattr(op, "_opoverload", op), checked):
+        _Registered.rules[overload] = checked
     _Registered.changes += 1
 
 
@@ -387,12 +470,12 @@ def registered() -> Mapping[OpOverload, Rule]:
 
 
 def register_changes() -> int:
-    """How many times `register_op` has changed the rules of this process."""
+    """How many times `register_op` has been called in this process."""
     return _Registered.changes
 
 
 def _rules_in_a_policy(value: Any, device_type: str) -> str:
-    """What to write in place of a rule for operators, or of FP8, as a module's precision."""
+    """The advice for an operator's rule, or for FP8, that was given as the precision of a module; "" for others."""
     name = value.name if isinstance(value, Rule) else value
     is_float8 = isinstance(name, str) and name.lower().startswith(("fp8", "float8"))
     if isinstance(value, torch.dtype):
@@ -409,16 +492,18 @@ def _rules_in_a_policy(value: Any, device_type: str) -> str:
 def _parts(state: Any) -> tuple[Any, Any]:
     """The layers and the module rules of a policy that `to_dict` wrote; `TypeError` or `ValueError` for another form.
 
-    Operators, modules and values in them are checked where a policy is made of them.
+    The operators, modules and values in them are checked later, when the policy is made.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"a written policy is a dict, as to_dict gives it; got {short(state)}")
     unknown = sorted(set(state) - {"base", "device_type", "rules", "modules"}, key=repr)
     if "base" not in state or unknown:
-        missing = "" if "base" in state else "'base' is missing; "
+        faults = ["'base' is missing"] if "base" not in state else []
+        if unknown:
+            faults.append(f"unknown keys {short(unknown)}")
         raise ValueError(
-            f"not a policy: {missing}{f'unknown keys {short(unknown)}; ' if unknown else ''}expected 'base' and, with "
-            "defaults, 'device_type', 'rules' and 'modules'"
+            f"not a policy: {'; '.join(faults)}; expected 'base' and, with defaults, 'device_type', 'rules' and "
+            "'modules'"
         )
     layers, modules = state.get("rules", ()), state.get("modules", ())
     for key, value in (("rules", layers), ("modules", modules)):
@@ -442,7 +527,7 @@ def _text(base: str, device_type: str, overrides: Iterable[Any]) -> str:
 
 
 def _checked_layer(rules: Any) -> tuple[tuple[OpOverload, Rule], ...]:
-    """The layer that `with_rules` adds: every operator that its keys mean, in order of its name."""
+    """The layer that `with_rules` adds: every operator that its keys name, in the order of the operators' names."""
     if not isinstance(rules, Mapping):
         raise TypeError(f"with_rules takes a dict of operator to Rule, got {type(rules).__name__}")
     layer: dict[OpOverload, Rule] = {}
@@ -462,7 +547,7 @@ def _inside(policy: Policy, value: Policy) -> Policy:
 
 @functools.lru_cache(maxsize=64)
 def _fold_layers(policy: Policy, changes: int) -> RuleTable:
-    """The table of a policy after so many `register_op` calls; equal policies share one."""
+    """The table of a policy after this many `register_op` calls; equal policies share it."""
     return RuleTable({op: rule for _, layer in policy._layers() for op, (rule, _) in layer.items()})
 
 
@@ -470,8 +555,8 @@ def _fold_layers(policy: Policy, changes: int) -> RuleTable:
 def _base_layers(base: str, device_type: str) -> tuple[tuple[str, _Layer], ...]:
     """torch.amp's layer for a device and, under the default base, ampkit's on top; folded once."""
     listed = listed_as(device_type)
-    torchs = "torch", fold(TORCH[listed])
-    return (torchs,) if base == "torch" else (torchs, ("default", fold(DEFAULT_EXTRA[listed])))
+    torch_layer = "torch", fold(TORCH[listed])
+    return (torch_layer,) if base == "torch" else (torch_layer, ("default", fold(DEFAULT_EXTRA[listed])))
 
 
 @called_while_tracing

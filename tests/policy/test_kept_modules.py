@@ -108,7 +108,7 @@ def test_a_rule_for_a_container_is_one_for_its_modules() -> None:
 def test_refusals() -> None:
     with pytest.raises(TypeError, match="keep_in_fp32 takes a model; got dict"):
         PLAIN.keep_in_fp32({}, "fp16")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"dtype is 'half'; expected that of the region, torch.float16 or"):
+    with pytest.raises(ValueError, match=r"dtype is 'half'; expected the region's, torch.float16 or"):
         PLAIN.keep_in_fp32(Wanting(), "half")
     with pytest.raises(ValueError, match=r"_modules of Wanting has \['wo', '\(q'\]; expected regular"):
         PLAIN.keep_in_fp32(Wanting(["wo", "(q"]), "fp16")
