@@ -1,9 +1,9 @@
-"""Products of 16-bit operands with a float32 result: what a region runs for operators under `Rule.LOWER_FLOAT32_OUT`.
+"""Products of 16-bit operands with a float32 result, for operators under `Rule.LOWER_FLOAT32_OUT`.
 
-The operands are rounded as LOWER rounds them, by the same casts; the sums that matrix units have in float32 are not
-rounded at the end. On CUDA that is one product of 16-bit matrices (`aten::mm.dtype`, `aten::bmm.dtype`); elsewhere a
+The operands are rounded by the same casts as under LOWER; the sums, which matrix units have in float32, are not rounded
+at the end. On CUDA that is one product of 16-bit matrices (`aten::mm.dtype`, `aten::bmm.dtype`); elsewhere a
 float32 product of the rounded operands. Backward rounds the float32 gradient of the result to 16 bits and multiplies
-as LOWER's does, so it costs the same.
+as LOWER's backward does, at the same cost.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
 
 __all__ = ["expands", "product"]
 
-_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}       # that both operands must have
+_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}       # the number of dimensions that both operands must have
 
 
 def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Tensor:
-    """`op` on arguments that LOWER has cast, its result in float32.
+    """Run `op` on arguments that LOWER has cast, with a float32 result.
 
-    What is not a product of two matrices, or of two batches of them, is the operator on float32 copies of the rounded
-    operands, backward included: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`,
-    `torch.jit.trace`. So are shapes that do not fit, at which the operator raises.
+    Calls other than a product of two matrices, or of two batches of matrices, run the operator on float32 copies of the
+    rounded operands, also in backward: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`,
+    `torch.jit.trace`. So do shapes that do not fit, for which the operator raises.
     """
-    given = list(casting.tensors((*args, *kwargs.values())))
-    if any(each.dtype is not cast.dtype or not cast.on_device(each) for each in given) or cast.dtype.itemsize != 2:
+    tensors = list(casting.tensors((*args, *kwargs.values())))
+    if any(each.dtype is not cast.dtype or not cast.on_device(each) for each in tensors) or cast.dtype.itemsize != 2:
         return op._op(*args, **kwargs)
     # `torch.jit.trace` would record the call of an autograd function, which cannot be saved.
     if kwargs or functorch_level() is not None or in_forward_ad() or tracing_state() is not None:
@@ -48,7 +48,7 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
     fits = right.dim() == 2 <= left.dim() or (right.dim() > 2 and left.shape[:-2] == right.shape[:-2])
     fits = fits and _DIMS.get(name, left.dim()) == left.dim() and right.dim() == _DIMS.get(name, right.dim())
     fits = fits and (added is None or expands(added.shape, shape))
-    dense = all(each.layout is torch.strided and not each.is_nested for each in given)
+    dense = all(each.layout is torch.strided and not each.is_nested for each in tensors)
     if not fits or not dense:
         return _wide(op, cast, args, kwargs)
     if right.dim() > 3:
@@ -57,7 +57,7 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
         left = left.flatten(0, -right.dim())
     result = _Product.apply(left, right)
     if len(shape) > result.dim():
-        result = torch.ops.aten._unsafe_view(result, shape)     # a view could not be written in place like LOWER's
+        result = torch.ops.aten._unsafe_view(result, shape)     # LOWER's can be written in place; a view could not
     return result if added is None else result + added
 
 
@@ -66,7 +66,7 @@ def _wide(op: OpOverload, cast: casting.Cast, args: tuple[Any, ...], kwargs: dic
 
 
 def expands(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape can be added in place to one of the other."""
+    """Whether a tensor of this shape can be added in place to a tensor of the target shape."""
     end = target[len(target) - len(shape):]
     return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape, end, strict=True))
 
@@ -86,5 +86,5 @@ class _Product(torch.autograd.Function):
         left, right = ctx.saved_tensors
         needs_left, needs_right = ctx.needs_input_grad
         rounded = grad.to(left.dtype)
-        with Exclude(keysets((left.device.type,))[0]):      # a region that is open here would give float32
+        with Exclude(keysets((left.device.type,))[0]):      # an open region would give these products float32 results
             return rounded @ right.mT if needs_left else None, left.mT @ rounded if needs_right else None

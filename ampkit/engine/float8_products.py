@@ -1,8 +1,8 @@
-"""Linear layers in FP8: what a region runs for an operator whose rule is one of the recipes of `float8_recipes`.
+"""Linear layers in FP8: the products that regions run for an operator with one of the rules of `float8_recipes`.
 
-One autograd function has the three products. It is given the operands in the dtypes that they come in, so FP8 data is
-rounded once, and saves for backward the weight itself, of which nothing has to be copied, and of the input the FP8
-form that the gradient of the weight needs: one byte for each element.
+One autograd function, `_Products`, has the three products of a layer. It gets the operands in their own dtypes, so
+that FP8 data is rounded once. For backward it saves the weight itself, without a copy, and the FP8 form of the input
+that the gradient of the weight needs: one byte per element.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Product", "why_not"]
 
 
 def why_not(op: OpOverload, args: tuple[Any, ...], kwargs: Any, device_type: str) -> str:
-    """Why a call of an operator with an FP8 rule follows LOWER instead; "" if it does not."""
+    """The reason for which a call of an operator with an FP8 rule follows LOWER instead; "" if it runs in FP8."""
     at = PRODUCTS[op.name()]
     x, weight = args[at.x], args[at.weight]
     if kwargs or len(args) > 3:
@@ -41,7 +41,7 @@ def why_not(op: OpOverload, args: tuple[Any, ...], kwargs: Any, device_type: str
     if any(each.layout is not torch.strided or each.is_nested for each in operands):
         return "an operand that is not dense"
     if weight.dim() != 2 or x.dim() < 1 or (at.is_matrix and x.dim() != 2):
-        return "no product with a matrix"
+        return "not a product with a matrix"
     if functorch_level() is not None:
         return "inside a transform of torch.func"
     if in_forward_ad():
@@ -56,26 +56,28 @@ def why_not(op: OpOverload, args: tuple[Any, ...], kwargs: Any, device_type: str
 
 
 class WeightForm(NamedTuple):
-    """An FP8 form of weights, which a cache of a region keeps as it keeps their casts."""
+    """How a weight becomes FP8. Weight caches call it in the place of a `casting.Cast`."""
 
     scaling: Scaling
-    transposed: bool        # of `w.T`
+    transposed: bool        # the form is of `w.T`
 
     def on_device(self, weight: Tensor) -> bool:
-        """For caches: they ask this of a dtype's cast."""
+        """Whether the weight's device is the right one: `why_not` has checked it."""
         return True
 
-    def tensor(self, weight: Tensor) -> KeptForm:
-        """The form itself."""
-        rows, columns = (None, self.scaling) if self.transposed else (self.scaling, None)
-        found = _quantize(weight, rows, columns)[self.transposed]
-        return KeptForm(found.data, found.scale)
+    def tensor(self, weight: Tensor) -> CachedForm:
+        """The weight in FP8."""
+        if self.transposed:
+            _, quantized = _quantize(weight, None, self.scaling)
+        else:
+            quantized, _ = _quantize(weight, self.scaling, None)
+        return CachedForm(quantized.data, quantized.scale)
 
     convert = tensor
 
 
-class KeptForm(Quantized):
-    """A form in a cache, which asks of a cast whether it has a history, and for its bytes."""
+class CachedForm(Quantized):
+    """A weight in FP8 in a cache, with the attributes of casts that caches read."""
 
     requires_grad = False
 
@@ -85,7 +87,7 @@ class KeptForm(Quantized):
 
 
 class _Input:
-    """Forms of the activation that was used last: the layers of q, k and v quantize it, and save it, once."""
+    """FP8 forms of the last activation, shared: the layers of q, k and v quantize it, and save it, once."""
 
     __slots__ = ("forms", "key", "tensor")
 
@@ -96,9 +98,9 @@ class _Input:
 
 
 class Product:
-    """The call that stands in for an operator: its product in FP8.
+    """The product in FP8 that is called in the place of an operator.
 
-    `notes`, if there is one, is given each operand and its FP8 form.
+    `notes`, if set, is called with each operand and its FP8 form: `region/float8_losses` measures them.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Product:
         self.notes: Any = None
 
     def prepared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments with what is added to the product cast to the region's dtype."""
+        """Arguments in which the bias, or the matrix that is added, is cast to the region's dtype."""
         index = self.at.added
         if index is None or index >= len(args):
             return args
@@ -120,19 +122,19 @@ class Product:
         x, weight = args[self.at.x], args[self.at.weight]
         added = args[self.at.added] if self.at.added is not None and self.at.added < len(args) else None
         if tracing_state() is not None:
-            # Operators can be saved, and are the same with and without grad mode, as torch.jit.trace checks. Where the
-            # traced code is differentiated, torch refuses; a detached input would have no gradient, in silence.
+            # torch.jit.trace can save operators, and it checks that they are the same with and without grad mode. torch
+            # refuses to differentiate the traced code; with a detached input it would silently give no gradient.
             with torch.no_grad():
                 out, _ = self.output(x, weight, saves=False)
         elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             out = _Products.apply(x, weight, self)
         else:
-            out, _ = self.output(x.detach(), weight, saves=False)       # without a history its forms are not shared
+            out, _ = self.output(x.detach(), weight, saves=False)       # FP8 forms of a detached input are not shared
         out = out.reshape(*x.shape[:-1], out.shape[1])
         return out if added is None else out + added
 
     def output(self, x: Tensor, weight: Tensor, *, saves: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`x @ w.T` as a matrix, and what is saved of the input if the gradient of the weight will be needed."""
+        """`x @ w.T` as a matrix, and the tensors to save of the input if the weight will need a gradient."""
         recipe = self.recipe
         forms = self._input_forms(x, transposed=saves)
         w = self.weight_form(weight, recipe.w, self.at.is_kn)
@@ -147,8 +149,8 @@ class Product:
         return out, tuple(forms["columns"])
 
     def _input_forms(self, x: Tensor, *, transposed: bool) -> dict[str, Any]:
-        """The forms of an input that this product needs, among those there are."""
-        recipe, forms = self.recipe, self._forms_there_are(x)
+        """The FP8 forms of an input: those that this product needs, and perhaps others, made before."""
+        recipe, forms = self.recipe, self._shared_forms(x)
         flat = x.reshape(-1, x.shape[-1])
         rows = None if "rows" in forms else recipe.x
         columns = recipe.x_t if transposed and "columns" not in forms else None
@@ -159,10 +161,10 @@ class Product:
             forms["high"] = flat.to(self.dtype)
         return forms
 
-    def _forms_there_are(self, x: Tensor) -> dict[str, Any]:
-        """The forms of an input that earlier products of this region have made, to be added to; else none.
+    def _shared_forms(self, x: Tensor) -> dict[str, Any]:
+        """The dict of an input's FP8 forms that the products of this region share and add to; else an empty dict.
 
-        Only of activations with a history: the buffers that graphs, collectives and other libraries write have none.
+        Only activations with a history have one: buffers that graphs, collectives and other libraries write do not.
         """
         cache = self.cache
         if (
@@ -179,14 +181,14 @@ class Product:
         return last.forms
 
     def weight_form(self, weight: Tensor, scaling: Scaling, transposed: bool, *, backward: bool = False) -> Quantized:
-        """The weight or its transpose in FP8, from the cache if it keeps forms for as long as this takes."""
+        """The weight or its transpose in FP8: from the cache; in backward only from one that outlives the region."""
         form, cache = WeightForm(scaling, transposed), self.cache
         if cache is None or (backward and not cache.across_regions):
             return form.tensor(weight)
         return cache.weights(self.device_type, form)(weight)
 
     def note(self, gemm: str, operand: str, *form: Any, transposed: bool = False) -> None:
-        """Have an operand noted: a tensor, its FP8 form, the form's scaling."""
+        """Report an operand to `notes`: a tensor, its FP8 form, the form's scaling."""
         if self.notes is not None:
             self.notes(gemm, operand, *form, transposed)
 
@@ -205,11 +207,11 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
         call = ctx.call
-        # A region that is open here would cast the products.
+        # An open region would cast the products.
         with torch.no_grad(), Exclude(keysets((call.device_type,))[0]):
             grads = _gradients(call, grad, ctx.saved_tensors, ctx.shape, *ctx.needs_input_grad[:2])
         if torch.is_grad_enabled():     # create_graph=True
-            source = torch.zeros((), requires_grad=True)    # `grad` requires none where what follows is linear
+            source = torch.zeros((), requires_grad=True)    # `grad` requires none if the operators after it are linear
             grads = [None if each is None else _Once.apply(each, source) for each in grads]
         return *grads, None
 
@@ -237,7 +239,7 @@ def _gradients(
 
 
 class _Once(torch.autograd.Function):
-    """Passes a gradient on, and refuses to differentiate it: `source` requires grad."""
+    """Passes a gradient on, and raises if it is differentiated. `source` makes the result require grad."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, source: Tensor) -> Tensor:
@@ -256,12 +258,12 @@ def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False)
     """`a[m, k] @ b[n, k].T` in `dtype`."""
     left, right = a.data.contiguous(), b.data.contiguous()
     extra = -left.shape[1] % 16
-    if extra:       # the rows of an input, in the gradient of the weight: zeros add nothing
+    if extra:       # in the gradient of the weight k is the number of the input's rows; zeros add nothing
         left, right = (functional.pad(each.view(torch.uint8), (0, extra)).view(each.dtype) for each in (left, right))
     return product(left, right, a.scale.reciprocal(), b.scale.reciprocal(), dtype, fast=fast)
 
 
 def _quantize(x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None) -> Any:
-    """`ampkit_kernels.quantize`, by PyTorch's operators where they are traced or distributed."""
+    """`ampkit_kernels.quantize`; with PyTorch's operators for tensors that are traced or distributed."""
     with torch.no_grad():
         return (backend(x) if is_eager(x) else reference).quantize(x, along_rows, along_columns)

@@ -1,13 +1,14 @@
-"""A Dynamo guard on the policy: a mark in torch's own autocast state, on which Dynamo guards already.
+"""The policy mark: a guard by which Dynamo compiles a function again under another policy.
 
-A function that is compiled, and called inside a region, is traced with the region's casts. Dynamo guards on enabled and
-dtype of torch's autocast for each device type. Two regions that differ in policy alone would look the same to these
-guards, and to AOTAutograd's cache on disk. So a region whose policy is not torch.amp's list encodes its policy as the
-autocast dtype of device types that torch still lists and that no build of torch can run, one dtype per digit. Nothing
-is cast by that; torch's guards check it in C++. Entering a region costs two calls more, or four for later policies.
+Dynamo traces a function that is called inside a region with the region's casts, and guards on torch's autocast state:
+enabled and dtype of each device type. Two regions that differ in policy alone would look the same to these guards, and
+to AOTAutograd's cache on disk. So a region whose policy is not torch.amp's list encodes its policy as the autocast
+dtypes of device types that torch still lists and that no build of torch can run, one dtype per digit: the *mark*. It
+casts nothing; torch's guards check it in C++. Entering a region takes two more calls, or four if the mark has two
+digits.
 
-There are about two thousand marks, so the cache on disk, which other processes share, is also given the full policy,
-through `torch.compiler.config.cache_key_tag`, while Dynamo compiles.
+There are about two thousand marks, so the cache on disk, which other processes share, also gets the full policy while
+Dynamo compiles, through `torch.compiler.config.cache_key_tag`.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from ampkit.torch_internals.forks import renewed_lock
 _set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
 MARK_DEVICES = ("ipu", "maia")
-_DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_DIGITS = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
 Mark = tuple[tuple[str, torch.dtype], ...]
 
 _marking_lock = renewed_lock(__name__, "_marking_lock")
-_marks: dict[str, Mark] = {}
+_marks: dict[str, Mark] = {}            # by the text of the policies
 _texts: dict[Mark, str] = {}
-_numbers: dict[ModuleRules, int] = {}   # by the modules that they bind; a number is given once
+_numbers: dict[ModuleRules, int] = {}   # a number for each set of bound modules; none is used twice
 _counter = itertools.count(1)
 
 
-class _Found:
-    """What the user has chosen, while Dynamo compiles with ours in its place."""
+class _UserOptions:
+    """The user's values of torch's options, while Dynamo compiles with ampkit's in their place."""
 
     tag: str | None = None
     backward: str | None = None
@@ -76,7 +77,7 @@ def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
 
 
 def _text_of(policy: Policy) -> str:
-    """What a policy says, with a number of this process in place of the modules that its rules bind."""
+    """A policy as text, with a number of this process in place of the modules that its rules bind."""
     if not policy.modules:
         return policy.text
     with _marking_lock:
@@ -89,7 +90,7 @@ def _text_of(policy: Policy) -> str:
 
 
 def _free_mark(text: str) -> Mark:
-    """A mark that no other policy of this process has; the same in every process unless another took it first."""
+    """A mark that no other policy of this process has: by a hash of the text, so mostly the same in every process."""
     capacity = len(_DIGITS) ** 2
     if len(_texts) >= capacity:
         _marks.clear()
@@ -111,14 +112,14 @@ def _free_mark(text: str) -> Mark:
 
 def write(mark: Mark) -> None:
     """Set this thread's mark."""
-    before, thread.mark = thread.mark, mark     # first: a signal handler may enter and leave a region amid the rest
+    before, thread.mark = thread.mark, mark     # first, since a signal handler may enter a region during the rest
     try:
         for device in MARK_DEVICES[len(mark) : len(before)]:
             _set_enabled(device, False)
         for device, digit in mark:
             _set_dtype(device, digit)
             _set_enabled(device, True)
-    except BaseException:       # of a signal handler; leaving the region then clears the digits of both
+    except BaseException:       # from a signal handler; leaving the region then clears the digits of both marks
         thread.mark = before + mark
         raise
     if mark and DYNAMO_CALLBACKS in sys.modules:
@@ -129,33 +130,33 @@ def _watch() -> None:
     """Register for the start and end of compilation; `torch._dynamo.reset` drops callbacks."""
     handler = compile_callbacks()
     if handler is not None and _begin not in handler.start_callbacks:   # None also while another thread imports it
-        handler.register_end_callback(_end)     # first: without it, a start would change all later compilations
+        handler.register_end_callback(_end)     # first: a start without an end would change all later compilations
         handler.register_start_callback(_begin)
 
 
 def _begin(_: Any) -> None:
     mark = thread.mark
     if mark:
-        _Found.tag = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = _Found.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
+        _UserOptions.tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = _UserOptions.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
         trace_backward_as_eager()
 
 
 def trace_backward_as_eager() -> None:
-    """Have what Dynamo compiles now traced with autocast off in backward, where eager code runs it, outside regions.
+    """Have Dynamo trace the backward of the current compilation with autocast off, as eager code runs it.
 
-    AOTAutograd traces a backward in the autocast state that surrounds the compiled call. There the products of a
-    float32 module's backward would be cast. The option is part of the keys of AOTAutograd's cache.
+    AOTAutograd traces a backward in the autocast state that surrounds the compiled call, which would cast the products
+    of a float32 module's backward. The option is part of the keys of AOTAutograd's cache.
     """
-    if _Found.backward is None and is_compiling() and backward_autocast() == AS_FORWARD:
-        _Found.backward = AS_FORWARD
+    if _UserOptions.backward is None and is_compiling() and backward_autocast() == AS_FORWARD:
+        _UserOptions.backward = AS_FORWARD
         set_backward_autocast("off")
 
 
 def _end(_: Any) -> None:
-    if _Found.tag is not None:
-        torch.compiler.config.cache_key_tag = _Found.tag
-        _Found.tag = None
-    if _Found.backward is not None:
-        set_backward_autocast(_Found.backward)
-        _Found.backward = None
+    if _UserOptions.tag is not None:
+        torch.compiler.config.cache_key_tag = _UserOptions.tag
+        _UserOptions.tag = None
+    if _UserOptions.backward is not None:
+        set_backward_autocast(_UserOptions.backward)
+        _UserOptions.backward = None

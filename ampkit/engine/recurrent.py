@@ -1,8 +1,8 @@
-"""Recurrent layers on CUDA: cast weights laid out as cuDNN wants them.
+"""Recurrent layers on CUDA: the cast weights are moved into one buffer, in cuDNN's layout.
 
-cuDNN reads the weights of an RNN from one buffer. Casting each weight by itself scatters them; cuDNN then copies them
-together at every call and warns. The casts are put into one buffer once, right after they are made: cached casts stay
-there, so the copy happens once per optimizer step.
+cuDNN reads the weights of an RNN from one buffer. Casting each weight separately scatters them; cuDNN then copies them
+into a buffer at every call and warns. Here the casts are moved into one buffer once, right after they are made. Cached
+casts stay there, so the copy happens once per optimizer step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LAYERS = {
 def flatten_weights(op: Any, args: tuple[Any, ...]) -> None:
     """Move the weights of a layer's call, in place, into one buffer in cuDNN's layout.
 
-    `args` are those of `aten::lstm.input` and its kin, `(input, hx, params, has_biases, num_layers, dropout, train,
-    bidirectional, batch_first)`, or of `aten::lstm.data` for packed sequences, which has `batch_sizes` after the input
-    and no `batch_first`. Does nothing off CUDA, without cuDNN, or where the weights lie in one buffer already. Values
-    do not change. Never syncs.
+    `args` are those of `aten::lstm.input` and similar operators, `(input, hx, params, has_biases, num_layers, dropout,
+    train, bidirectional, batch_first)`, or of `aten::lstm.data` for packed sequences, which has `batch_sizes` after the
+    input and no `batch_first`. Does nothing on other devices, without cuDNN, or if the weights are in one buffer
+    already. Values do not change. Never synchronizes with the device.
     """
     if len(args) < 9:
         return
@@ -58,7 +58,7 @@ def flatten_weights(op: Any, args: tuple[Any, ...]) -> None:
 
 
 def _acceptable(weights: Any) -> bool:
-    """Whether cuDNN accepts them, and they may be moved: casts, not the model's own weights."""
+    """Whether cuDNN accepts the weights, and they may be moved: they are casts, not the model's own weights."""
     first = weights[0]
     return (
         torch.backends.cudnn.is_acceptable(first)

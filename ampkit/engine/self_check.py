@@ -1,9 +1,9 @@
-"""Whether regions work with the running torch, tried once per process on a 2x2 matrix product.
+"""The self check: whether regions work with the running torch, tried once per process on a 2x2 matrix product.
 
-A region depends on private names of torch, and on what they do. For supported releases that is tested; the check
+A region depends on private names of torch and on their behavior. For supported releases the tests cover both; the check
 decides for all other versions, and for builds of torch that differ from its releases.
 
-It runs in a thread of its own: the first region may be made in a trace or under other modes, and a new thread has none.
+It runs in a new thread, which has no modes: the first region may be made in a trace or under other modes.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ampkit.torch_internals.versions import no_regions
 
 @functools.cache
 def once() -> None:
-    """Return if regions work; `RuntimeError` with torch's version, what fails and what to install if they do not."""
-    found = fault()
-    if found is not None:
-        raise RuntimeError(no_regions(found))
+    """Raise `RuntimeError` if regions do not work: with torch's version, the fault and a version to install."""
+    text = fault()
+    if text is not None:
+        raise RuntimeError(no_regions(text))
 
 
 def fault() -> str | None:
-    """What does not work, in words; None if all does. Raises if another library has taken the key."""
+    """A description of the first thing that does not work; None if regions work. Raises if the key is taken."""
     if missing:
         refuse()
     mode = AutocastMode((("cpu", Policy.default("cpu")),), None)
     try:
-        return in_own_thread(_tried, mode)
-    except Exception as error:      # a region would have raised it too
+        return in_own_thread(_try_out, mode)
+    except Exception as error:      # which a region would have raised too
         return f"{type(error).__name__}: {error}"
 
 
-def _tried(mode: AutocastMode) -> str | None:
+def _try_out(mode: AutocastMode) -> str | None:
     weight = torch.ones(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
     before = is_included(mode.key), is_excluded(mode.key)
     torch.set_autocast_enabled("cpu", True)

@@ -1,13 +1,13 @@
-"""What ampkit's default policy lays on top of torch.amp's lists, and why.
+"""ampkit's additions to torch.amp's operator lists, per device type, with reasons: the default policy.
 
-The aims, in order: whatever runs under torch.amp still runs; a model gets the same dtypes on every device; operators
-that torch.amp leaves in half precision unlike their siblings, or casts below autograd, are corrected.
+The aims, in order: everything that runs under torch.amp still runs; a model gets the same dtypes on every device;
+operators that torch.amp leaves in half precision unlike similar ones, or casts below autograd, are corrected.
 """
 
 from ampkit.policy.rules import Group, Rule
 from ampkit.policy.torch_lists import (
     ACCELERATOR,
-    NORMALISATIONS,
+    NORMALIZATIONS,
     POINTWISE,
     UPSAMPLING,
     WHY_MATMUL,
@@ -28,7 +28,7 @@ _WHY_FUSED = "an attention layer's inference path in one operator; inside, it is
 
 _WHY_LAPACK = "linear algebra libraries work in float32 and float64; torch.amp raises here"
 
-# What torch's CPU list sends to float32 because there is no half kernel; accelerators have none either.
+# Operators that torch's CPU list sends to float32 because there is no half kernel; accelerators have none either.
 _NO_HALF_KERNEL: tuple[Group, ...] = (
     Group(Rule.FLOAT32, _WHY_LAPACK, """
         _lu_with_info cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
@@ -50,7 +50,7 @@ _WHY_FORGOTTEN = "no half kernel on CPU or CUDA, and on none of torch's lists: t
 _CUMPROD = Group(Rule.FLOAT32, "its derivative raises at a zero where the call has a dtype argument",
                  "cumprod", until=(2, 13))
 
-# What every device gets, whatever torch lists for it.
+# For every device, whatever torch lists for it.
 _EVERYWHERE: tuple[Group, ...] = (
     Group(Rule.FLOAT32, "exp and logsumexp under another name, which torch's lists leave in half precision",
           "exp2 logaddexp logaddexp2 logcumsumexp"),
@@ -82,7 +82,7 @@ _EXTRA_CPU: tuple[Group, ...] = (
     Group(Rule.LOWER, _WHY_LIKE_CUDA + WHY_MATMUL,
           "_convolution addmv addr chain_matmul convolution einsum linalg_multi_dot mv"),
     Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_RANGE, POINTWISE),
-    Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_NORM, NORMALISATIONS + " rms_norm"),
+    Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_NORM, NORMALIZATIONS + " rms_norm"),
     Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_SQUARES,
           "cosine_similarity dist frobenius_norm.dim logsumexp nuclear_norm nuclear_norm.dim pdist renorm"),
     Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_SCATTER, UPSAMPLING),
@@ -102,7 +102,7 @@ _ANY_ACCELERATOR: tuple[Group, ...] = (
     *_NO_HALF_KERNEL,
     *_EVERYWHERE,
 )
-# torch lists it for CPU and CUDA only.
+# torch lists this operator for CPU and CUDA only.
 _SQUARE_ROOT = Group(Rule.FLOAT32, _WHY_LAPACK, "linalg_matrix_sqrth", since=(2, 14))
 
 _EXTRA_CUDA: tuple[Group, ...] = (

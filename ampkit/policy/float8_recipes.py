@@ -17,11 +17,11 @@ from ampkit.policy.rules import Rule
 from ampkit_kernels import Scaling
 
 MULTIPLE = 16           # of K and N, for FP8 tensor cores
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})     # that operands come in
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})     # dtypes of operands
 
 
 class Recipe(NamedTuple):
-    """The scalings of the operands; None for both of a product that is computed in the region's dtype."""
+    """The scalings of the operands; None for both operands of a product in the region's dtype."""
 
     x: Scaling
     w: Scaling
@@ -43,13 +43,13 @@ RECIPES: dict[Rule, Recipe] = {
 
 
 class Operands(NamedTuple):
-    """Where an operator with an FP8 form has its operands."""
+    """The positions of the operands among the arguments of an operator with an FP8 form."""
 
     x: int
     weight: int
     added: int | None       # a bias, or the matrix that `addmm` adds to
     is_kn: bool             # the weight is w.T, of shape (K, N)
-    is_matrix: bool         # the input has to be one
+    is_matrix: bool         # the input must be a matrix
 
 
 PRODUCTS = {
@@ -61,6 +61,6 @@ PRODUCTS = {
 
 
 def wrong_size(k: int, n: int) -> str:
-    """Why a product with a weight of these sizes is not computed in FP8; "" where it is."""
+    """Why a product with a weight of these sizes is not computed in FP8; "" if it is."""
     wrong = [f"{name} is {size}" for name, size in (("K", k), ("N", n)) if size % MULTIPLE]
-    return f"{', '.join(wrong)}, no multiple of {MULTIPLE}" if wrong else ""
+    return f"{', '.join(wrong)}, not a multiple of {MULTIPLE}" if wrong else ""

@@ -1,4 +1,4 @@
-"""Which linear layers of a model a policy computes in FP8, and why the others are not: by sizes, nothing is run."""
+"""A list of a model's linear layers: which ones a policy computes in FP8, and why not the others. Runs nothing."""
 
 from __future__ import annotations
 
@@ -22,33 +22,40 @@ def linear_layers(policy: Any, model: Module, path: str = "", dtype: torch.dtype
     The rule is that of a region of `dtype`, module rules included; where an FP8 rule follows LOWER, with the reason.
     """
     module: Any = unwrapped(model)
-    value = policy.modules.find(module)
-    if isinstance(value, torch.dtype):
-        dtype = value
-    elif value is not None:
-        policy, dtype = policy.inside(value), torch.bfloat16
-    # It calls `addmm` and has a weight of shape (K, N).
+    precision = policy.modules.find(module)
+    if isinstance(precision, torch.dtype):
+        dtype = precision
+    elif precision is not None:
+        policy, dtype = policy.inside(precision), torch.bfloat16
+    # A Conv1D calls `addmm` and has a weight of shape (K, N).
     is_conv1d = type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
     scripted = was_named(module, "Linear")
     if isinstance(module, Linear) or is_conv1d or scripted:
         weight = module.weight
-        n, k = (
-            weight.shape if scripted else weight.shape[::-1] if is_conv1d
-            else (module.out_features, module.in_features)
-        )
+        if scripted:
+            n, k = weight.shape
+        elif is_conv1d:
+            k, n = weight.shape
+        else:
+            n, k = module.out_features, module.in_features
         op = torch.ops.aten.addmm.default if is_conv1d else torch.ops.aten.linear.default
         rule = policy.rules().get(op, Rule.DECOMPOSE)
         why = _why_not(policy.device_type, weight, k, n) if rule in RECIPES else ""
-        said = "float32" if dtype is torch.float32 else f"LOWER: {why}" if why else rule.name
-        if scripted and said == rule.name and rule in RECIPES:
-            said += " in forward alone: TorchScript has a backward of its own"
-        yield f"{path or 'the model itself'} ({n}, {k}) {said}"
+        if dtype is torch.float32:
+            followed = "float32"
+        elif why:
+            followed = f"LOWER: {why}"
+        elif scripted and rule in RECIPES:
+            followed = f"{rule.name} in forward alone: TorchScript has a backward of its own"
+        else:
+            followed = rule.name
+        yield f"{path or 'the model itself'} ({n}, {k}) {followed}"
     for name, child in module.named_children():
         yield from linear_layers(policy, child, f"{path}.{name}" if path else name, dtype)
 
 
 def _why_not(device_type: str, weight: torch.Tensor, k: int, n: int) -> str:
-    """Why a product with this weight is not computed in FP8; "" where it is."""
+    """Why a product with this weight is not computed in FP8; "" if it is."""
     device = weight.device if weight.device.type == device_type else torch.device(device_type)
-    other = "" if weight.dtype in DTYPES else f"a {str(weight.dtype).removeprefix('torch.')} weight"
-    return wrong_size(k, n) or lacks_float8(device) or other
+    wrong_dtype = "" if weight.dtype in DTYPES else f"a {str(weight.dtype).removeprefix('torch.')} weight"
+    return wrong_size(k, n) or lacks_float8(device) or wrong_dtype

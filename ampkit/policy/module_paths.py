@@ -1,4 +1,4 @@
-"""Paths of modules: as module rules match them and records show them, without the wrappers that torch adds."""
+"""Paths of modules, without the wrappers that torch adds: for the patterns of module rules and for reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
 
 def unwrapped(module: Module) -> Module:
-    """The module inside wrappers that torch adds to compile, checkpoint or distribute one; else itself."""
+    """The module inside the wrappers that torch adds to compile, checkpoint or distribute it; else itself."""
     for name in ("module",) if isinstance(module, _DATA_PARALLEL) else _WRAPPERS:
         child = _child(module, name)
         if child is not None:
@@ -31,7 +31,7 @@ def _child(module: Module, name: str) -> Module | None:
 
 
 def named_paths(model: Module, path: str = "") -> Iterator[tuple[str, Module]]:
-    """Every module of `model`, itself included, with its path; one with several names has several paths."""
+    """Every module of `model`, itself included, with its path; a module with several names has several paths."""
     model = unwrapped(model)
     yield path, model
     for name, child in model._modules.items():
@@ -40,30 +40,30 @@ def named_paths(model: Module, path: str = "") -> Iterator[tuple[str, Module]]:
 
 
 def has_forward(module: Module) -> bool:
-    """Whether a module has a `forward` of its own; what has none is never called."""
+    """Whether a module has a `forward` of its own; a module without is never called."""
     if is_scripted(module):
         return hasattr(module, "forward")
     return type(module).forward is not Module.forward or "forward" in vars(module)
 
 
 def is_container(module: Module) -> bool:
-    """Whether a module has others and no `forward` of its own, as `ModuleList`: it is they that are called."""
+    """Whether a module has children and no `forward` of its own, as `ModuleList`: only its children are called."""
     return not has_forward(module) and next(module.children(), None) is not None
 
 
 def is_scripted(module: Module) -> bool:
-    """Whether TorchScript runs a module, scripted or traced: Python calls it, and none of the modules in it."""
+    """Whether a module is scripted or traced: Python calls it, and TorchScript calls the modules in it."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def classes_of(module: Any) -> tuple[type, ...]:
-    """The classes of a module, nearest first; of a scripted one, those that it had where they are torch's, before."""
-    before = getattr(torch.nn, module.original_name, None) if is_scripted(module) else None
-    return (*(before.__mro__ if isinstance(before, type) else ()), *type(module).__mro__)
+    """The classes of a module, nearest first; for a scripted one, those of `torch.nn` that it had before come first."""
+    original = getattr(torch.nn, module.original_name, None) if is_scripted(module) else None
+    return (*(original.__mro__ if isinstance(original, type) else ()), *type(module).__mro__)
 
 
 def was_named(module: Any, name: str) -> bool:
-    """Whether a scripted module is of a class of this name; which class, TorchScript does not keep."""
+    """Whether a scripted module had a class of this name. TorchScript keeps the name alone, not the class."""
     return is_scripted(module) and module.original_name == name
 
 
@@ -73,7 +73,7 @@ def starred(path: str) -> str:
 
 
 def path_of(root: Module, module: Module) -> str:
-    """The first path of a module in `root`; its class's name if it is not in it."""
+    """The first path of a module in `root`; the name of its class if `root` does not contain it."""
     module, paths = unwrapped(module), _paths.get(root)
     if paths is None or module not in paths or _at(root, paths[module]) is not module:
         paths = weakref.WeakKeyDictionary({each: path for path, each in reversed([*named_paths(root)])})
@@ -82,9 +82,11 @@ def path_of(root: Module, module: Module) -> str:
 
 
 def _at(root: Module, path: str) -> Module | None:
-    """The module that has this path now."""
-    found: Module | None = unwrapped(root)
+    """The module that has this path now; None if there is none."""
+    module = unwrapped(root)
     for name in path.split(".") if path else ():
-        found = _child(found, name) if found is not None else None
-        found = None if found is None else unwrapped(found)
-    return found
+        child = _child(module, name)
+        if child is None:
+            return None
+        module = unwrapped(child)
+    return module

@@ -1,9 +1,9 @@
-"""Rules for modules: which modules of a model a key of `Policy.for_modules` binds, and which rule a module follows.
+"""Rules for modules: the modules of a model that a key of `Policy.for_modules` binds, and the rule a module follows.
 
-Keys are resolved when a model is given, at once. A rule keeps its key as a string, for `Policy.to_dict`, and the
-identity of each module that it binds, a string among the module's attributes: wrappers around a bound module change
-nothing, copies take the identity along and follow the rule, and a policy keeps no model alive. `policy` checks the
-values; `region.module_hooks` enters the regions.
+Keys are resolved when `for_modules` is called. A rule keeps its key as a string, for `Policy.to_dict`, and the identity
+of each module that it binds, a string among the module's attributes: wrappers around a bound module change nothing,
+copies have the same identity and follow the rule, and a policy keeps no model alive. `policy` checks the values;
+`region/module_hooks` enters the regions.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ampkit.torch_internals.modules import request_kwargs
 
 __all__ = ["NONE", "BoundRule", "ModuleCheck", "ModuleRules", "describe", "matches", "module_of"]
 
-_CLASS = "class "    # begins a key that names a module class: "class package.module:Name"
-_IN_CONTAINER = 1000    # added to the rank of a rule, more than any has
+_CLASS = "class "       # begins a key that names a module class: "class package.module:Name"
+_IN_CONTAINER = 1000    # added to the rank of a container's rule for the modules in it; more than any rank
 _IDENTITIES = "_ampkit_identities"
 _modules: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()      # by their own identities
 _lock = renewed_lock(__name__, "_lock")
 
 
 def identity(module: Module) -> str:
-    """The identity of a module: random, since pickles take it to other processes. A copy gets one of its own here.
+    """The identity of a module, made if it has none: random, since pickles take it to other processes.
 
-    The copy keeps those that it came with behind its own, and follows the rules for its original where it has none.
+    A copy gets one of its own, before its original's, and follows its original's rules where it has none itself.
     """
     with _lock:
         known = vars(module).get(_IDENTITIES, ())
@@ -71,18 +71,18 @@ class Bound(NamedTuple):
 class ModuleRule(NamedTuple):
     """A key of `for_modules`, its value, the model that it was given for, and the modules that it binds."""
 
-    key: str            # of a module that was given as a key, its path
+    key: str            # for a module that was given as a key, its path
     value: Any          # a dtype or a Policy
     model: str          # its identity
     bound: tuple[Bound, ...]
 
     def check(self) -> BoundRule:
-        """What it binds now."""
+        """The paths of the modules that it binds, and of those that are gone."""
         model, gone = module_of(self.model), []
-        there = None if model is None else set(model.modules())
+        in_model = None if model is None else set(model.modules())
         for path, known, _ in self.bound:
             module = module_of(known)
-            if module is None or (there is not None and module not in there):
+            if module is None or (in_model is not None and module not in in_model):
                 gone.append(path)
         return BoundRule(repr(self.key), self.value, tuple(bound.path for bound in self.bound), tuple(gone))
 
@@ -110,7 +110,7 @@ class ModuleRules:
         return self._hash
 
     def find(self, module: Module) -> Any:
-        """The value for a module; None if no rule binds it, nor what it is a copy of."""
+        """The value of a module's rule; None if no rule binds the module or its original."""
         for known in vars(module).get(_IDENTITIES, ()):
             if known in self._values:
                 return self._values[known]
@@ -121,46 +121,49 @@ class ModuleRules:
         return not any(bound.module in _modules for rule in self.rules for bound in rule.bound)
 
     def lost(self) -> list[BoundRule]:
-        """The rules whose model is there, and none of the modules in it that they bind."""
-        found = [rule.check() for rule in self.rules if rule.model in _modules]
-        return [rule for rule in found if rule.gone == rule.modules]
+        """The rules whose model is alive, but no longer contains any of the modules that they bind."""
+        checked = [rule.check() for rule in self.rules if rule.model in _modules]
+        return [rule for rule in checked if rule.gone == rule.modules]
 
     def is_another_model(self, module: Module) -> bool:
-        """Whether a module has the class of a bound model, not one of torch, and is neither that model nor a copy."""
+        """Whether a module has the class of a bound model, not one of torch's, and is neither the model nor a copy."""
         if type(module) not in self._classes:
             return False
         return not any(rule.model in vars(module).get(_IDENTITIES, ()) for rule in self.rules)
 
     def extended(self, model: Module, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
-        """These rules and more, bound to modules of a model.
+        """These rules and those of `items`, keys and values, bound to modules of a model.
 
-        Raises `TypeError` for what is no key, `ValueError` for a key that binds no module or is set already, for a
-        module whose rules disagree, and for one in a scripted module that follows another rule.
+        Raises `TypeError` for something other than a key, `ValueError` for a key that binds no module or is set
+        already, for a module whose rules disagree, and for a module in a scripted one that follows another rule.
         """
         model = unwrapped(model)
         own, modules = identity(model), list(named_paths(model))
         rules = {(rule.key, rule.model): rule for rule in self.rules}
         scripted = _in_scripted(modules)
         out_of_reach: list[tuple[str, ModuleRule, str, Module]] = []
-        for given, value in items:
-            key = _path_of(given, model, modules) if isinstance(given, Module) else given
-            found = _matched(key, modules)
-            if not found:
+        for user_key, value in items:
+            key = _path_of(user_key, model, modules) if isinstance(user_key, Module) else user_key
+            matched = _matched(key, modules)
+            if not matched:
                 raise ValueError(_unmatched(key, model, modules))
             bound = tuple(
-                Bound(path, identity(module), rank) for module, (path, rank) in found.items() if module not in scripted
+                Bound(path, identity(module), rank) for module, (path, rank) in matched.items()
+                if module not in scripted
             )
             rule = ModuleRule(class_key(key) if isinstance(key, type) else key, value, own, bound)
             if rules.setdefault((rule.key, own), rule) is not rule:
                 raise ValueError(
-                    f"module {describe(given)} already has a rule in this policy; give it one, or bind to a policy "
+                    f"module {describe(user_key)} already has a rule in this policy; give it one, or bind to a policy "
                     "without it"
                 )
-            out_of_reach += [(found[module][0], rule, *scripted[module]) for module in found if module in scripted]
+            out_of_reach += [
+                (path, rule, *scripted[module]) for module, (path, _) in matched.items() if module in scripted
+            ]
         extended = ModuleRules(tuple(rules.values()))
-        for path, rule, around, module in out_of_reach:
+        for path, rule, scripted_path, module in out_of_reach:
             if not rule.bound or extended.find(module) != rule.value:
-                where = repr(around) if around else "the model itself"
+                where = repr(scripted_path) if scripted_path else "the model itself"
                 raise ValueError(
                     f"key {rule.key!r} of for_modules matches {path!r}, which TorchScript calls: it is part of the "
                     f"scripted module {where}, which rules can only act on as a whole; give {where} the rule"
@@ -171,12 +174,12 @@ class ModuleRules:
         return extended
 
     def check(self) -> tuple[BoundRule, ...]:
-        """What each rule binds now."""
+        """For each rule, the modules that it binds and those that are gone."""
         return tuple(rule.check() for rule in self.rules)
 
 
 class BoundRule(NamedTuple):
-    """One rule: the paths of the modules that it binds, and of those among them that are no longer there."""
+    """A rule: the paths of the modules that it binds, and of those among them that are gone."""
 
     key: str                    # as in code
     value: Any                  # a dtype or a Policy
@@ -196,7 +199,7 @@ class ModuleCheck(NamedTuple):
 
     @property
     def gone(self) -> tuple[BoundRule, ...]:
-        """The rules with modules that are no longer there: copied, replaced or freed since they were bound."""
+        """The rules with modules that were freed, or that their model no longer contains."""
         return tuple(rule for rule in self.rules if rule.gone)
 
     def __str__(self) -> str:
@@ -204,7 +207,7 @@ class ModuleCheck(NamedTuple):
 
 
 def class_key(cls: type) -> str:
-    """A module class as a string, which is a key too."""
+    """A module class as a string that is a key, too."""
     return f"{_CLASS}{cls.__module__}:{cls.__qualname__}"
 
 
@@ -215,55 +218,56 @@ def describe(key: Any) -> str:
     return short(class_key(key) if isinstance(key, type) else key)
 
 
-def _path_of(given: Module, model: Module, modules: Iterable[tuple[str, Module]]) -> str:
+def _path_of(key: Module, model: Module, modules: Iterable[tuple[str, Module]]) -> str:
     """The first path of a module that was given as a key."""
-    for path, module in modules:
-        if module is unwrapped(given):
-            if "*" in path:
-                raise ValueError(f"the path {path!r} of {describe(given)} reads as a pattern; name it without a '*'")
-            return path
-    raise ValueError(
-        f"{describe(given)} is no module of {type(model).__name__}; give for_modules the model that it is part of"
-    )
+    path = next((path for path, module in modules if module is unwrapped(key)), None)
+    if path is None:
+        raise ValueError(
+            f"{describe(key)} is not a module of {type(model).__name__}; give for_modules the model that contains it"
+        )
+    if "*" in path:
+        raise ValueError(f"the path {path!r} of {describe(key)} reads as a pattern; name it without a '*'")
+    return path
 
 
 def _in_scripted(modules: Iterable[tuple[str, Module]]) -> dict[Module, tuple[str, Module]]:
-    """What scripted modules call, which runs no hooks, with the path and the outermost scripted module around it."""
-    found = dict[Module, tuple[str, Module]]()
+    """The modules that scripted ones call, without hooks, each with the outermost scripted module and its path."""
+    inside = dict[Module, tuple[str, Module]]()
     for path, module in modules:
         if is_scripted(module) and has_forward(module):
             for inner in module.modules():
                 if inner is not module:
-                    found.setdefault(inner, (path, module))
-    return found
+                    inside.setdefault(inner, (path, module))
+    return inside
 
 
 def _matched(key: Any, modules: Iterable[tuple[str, Module]]) -> dict[Module, tuple[str, int]]:
     """Each module that a key matches, with the path at which the key is nearest to it, and its rank.
 
-    In place of a container, which is never called, its modules: their own rules are nearer to them than this one.
+    A container is never called: a key that matches one matches its modules, with a rank behind their own rules.
     """
-    found = dict[Module, tuple[str, int]]()
-    ranks = dict[str, int]()        # of what containers hold, by the containers' paths
+    matched = dict[Module, tuple[str, int]]()
+    ranks = dict[str, int]()        # of the modules in containers, by the containers' paths
     for path, module in modules:
         rank = _rank(key, path, module)
         if rank is None:
             rank = ranks.get(path.rpartition(".")[0])
         if rank is not None and is_container(module):
             ranks[path] = rank + _IN_CONTAINER
-        elif rank is not None and (module not in found or rank < found[module][1]):
-            found[module] = path, rank
-    return found
+        elif rank is not None and (module not in matched or rank < matched[module][1]):
+            matched[module] = path, rank
+    return matched
 
 
 def _rank(key: Any, path: str, module: Module) -> int | None:
-    """How near a key is to a module: a path 0, a pattern with stars 1, classes by their distance; None if it is not.
+    """How near a key is to a module: a path 0, a pattern with stars 1, classes by distance; None if it does not match.
 
-    A rule keeps it: the class of a module may change, as that of `nn.LazyLinear` does at its first call.
+    A rule keeps the rank: the class of a module may change, as that of `nn.LazyLinear` does at its first call.
     """
     if isinstance(key, str) and not key.startswith(_CLASS):
-        is_match = matches(key, path) if "*" in key else key == path
-        return int("*" in key) if is_match else None
+        if "*" in key:
+            return 1 if matches(key, path) else None
+        return 0 if key == path else None
     if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, Module)):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
     if was_named(module, re.split("[:.]", key)[-1] if isinstance(key, str) else key.__name__):
@@ -311,13 +315,13 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def _values(rules: Iterable[ModuleRule]) -> Mapping[str, Any]:
-    """The value of each bound module's nearest rule, by identity; `ValueError` where two are as near."""
-    found: dict[str, list[tuple[int, str, ModuleRule]]] = {}
+    """The value of each bound module's nearest rule, by identity; `ValueError` where two are equally near."""
+    binding: dict[str, list[tuple[int, str, ModuleRule]]] = {}
     for rule in rules:
         for path, module, rank in rule.bound:
-            found.setdefault(module, []).append((rank, path, rule))
+            binding.setdefault(module, []).append((rank, path, rule))
     nearest: dict[str, Any] = {}
-    for module, matching in found.items():      # all of them first: a nearer rule may come after two that disagree
+    for module, matching in binding.items():    # after the first loop: a nearer rule may follow two that disagree
         least = min(rank for rank, _, _ in matching)
         (path, first), *others = [(path, rule) for rank, path, rule in matching if rank == least]
         for _, other in others:

@@ -1,11 +1,11 @@
-"""The operator lists: which rule each operator follows, per device type, and why.
+"""From operator lists to tables: `fold` turns the names of a list into operators with their rules.
 
-A list is a tuple of `Group`s. `TORCH` is torch.amp's own list for each device (`torch_lists`), `DEFAULT_EXTRA` is what
-ampkit's default policy lays on top (`default_lists`).
+A list is a tuple of `Group`s. `TORCH` has torch.amp's own list for each device type (`torch_lists`), `DEFAULT_EXTRA`
+the additions of ampkit's default policy (`default_lists`).
 
-Names are ATen's: ``conv2d`` is the overload ``aten::conv2d`` (``torch.ops.aten.conv2d.default``),
-``conv2d.padding`` is that overload. In-place and ``out=`` overloads are never listed: the caller chose the
-dtype of what they write to.
+Names are ATen's: ``conv2d`` is the overload ``aten::conv2d`` (``torch.ops.aten.conv2d.default``), ``conv2d.padding`` is
+the overload of that name. In-place and ``out=`` overloads are never listed, since the caller chose the dtype of the
+tensor that they write to.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from ampkit.user_code import warn_user
 
 __all__ = ["DEFAULT_EXTRA", "TORCH", "Group", "Rule", "fold", "names"]
 
-_missing: set[str] = set()      # names that a warning has named
+_warned_of: set[str] = set()    # missing names for which there was a warning
 
 
 def _torch_version() -> tuple[int, int]:
@@ -30,10 +30,10 @@ def _torch_version() -> tuple[int, int]:
 
 
 def fold(groups: Iterable[Group]) -> dict[OpOverload, tuple[Rule, str]]:
-    """One layer of a policy: every operator of `groups` with its rule, and why.
+    """One layer of a policy: every operator of `groups` with its rule and the reason.
 
-    Groups for other versions of torch are left out, and so, with one warning, are names that the running torch lacks,
-    since torch drops operators between versions. Raises `ValueError` for an operator that is listed twice.
+    Omits groups for other versions of torch and, with one warning, names that the running torch lacks: torch drops
+    operators between versions. Raises `ValueError` for an operator that is listed twice.
     """
     layer: dict[OpOverload, tuple[Rule, str]] = {}
     missing: set[str] = set()
@@ -49,10 +49,10 @@ def fold(groups: Iterable[Group]) -> dict[OpOverload, tuple[Rule, str]]:
                     f"operator {op.name()!r} is listed twice: as {layer[op][0].name} and as {group.rule.name}"
                 )
             layer[op] = group.rule, group.why
-    if missing - _missing:
-        _missing.update(missing)
+    if missing - _warned_of:
+        _warned_of.update(missing)
         warn_user(
-            f"torch {torch.__version__} does not have these operators of ampkit's lists, which leave them out: "
+            f"torch {torch.__version__} does not have these operators of ampkit's lists, which are ignored: "
             f"{', '.join(sorted(missing))}. The lists are made for {SUPPORTED}; "
             "`make operators` in a checkout compares them with the torch at hand"
         )
@@ -60,5 +60,5 @@ def fold(groups: Iterable[Group]) -> dict[OpOverload, tuple[Rule, str]]:
 
 
 def names(group: Group) -> list[str]:
-    """The names of a group; none if it is not for the running torch's version."""
+    """The names of a group; none if the group does not apply to the running torch's version."""
     return group.ops.split() if group.since <= _torch_version() < group.until else []

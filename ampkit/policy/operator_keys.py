@@ -1,6 +1,6 @@
-"""Operators by name: what a key of `Policy.with_rules` names, and whether it can follow the rule that it is given.
+"""Keys of `Policy.with_rules`: the operators that a key names, and whether they can follow a rule.
 
-A key is an overload, a packet, a name or a function of torch. Every refusal names the operator and says what to do
+A key is an overload, a packet, a name or a function of torch. Every error names the operator and says what to do
 instead.
 """
 
@@ -29,15 +29,15 @@ from ampkit.torch_internals.operators import (
 Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
-_FOR_FEW = (Rule.FLOAT32_DTYPE_ARG, Rule.LOWER_FLOAT32_OUT, *RECIPES)
-_CALLS = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # functions with another name in ATen
+_FOR_FEW_OPERATORS = (Rule.FLOAT32_DTYPE_ARG, Rule.LOWER_FLOAT32_OUT, *RECIPES)
+_ATEN_NAMES = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # of functions with another name
 _FLOAT32_OUT = (*PRODUCTS, "aten::bmm", "aten::baddbmm")
-_LONGEST = 80       # name that near matches are looked up for
-_MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # in C++ that no Python kernel may interrupt
+_LONGEST_NAME = 80      # longer names are cut before the search for near matches
+_MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # in C++ code that must not call Python
 
 
 def checked_rule(value: Any, op: Any) -> Rule:
-    """A `Rule`, or the one of that name; `op` is for the message."""
+    """A rule from a `Rule` or its name; `op` is for the message."""
     if isinstance(value, Rule):
         return value
     names = {rule.value: rule for rule in Rule} | {rule.name: rule for rule in Rule}    # `explain` prints the second
@@ -53,14 +53,14 @@ def checked_rule(value: Any, op: Any) -> Rule:
 
 
 def overloads(key: Any, rule: Rule) -> list[OpOverload]:
-    """The overloads that a key of `with_rules` means; `ValueError` if one of them cannot follow `rule`.
+    """The overloads that a key of `with_rules` names; `ValueError` if one of them cannot follow `rule`.
 
-    Of a rule that is for some operators alone, those that can follow it, if any can.
+    For a rule that only few operators can follow, those of the overloads that can; `ValueError` if none can.
     """
-    found = named_by(key)
-    faults = {op: fault for op in found if (fault := _fault(op, rule))}
-    able = [op for op in found if op not in faults]
-    if faults and not (able and rule in _FOR_FEW):
+    named = named_by(key)
+    faults = {op: fault for op in named if (fault := _fault(op, rule))}
+    able = [op for op in named if op not in faults]
+    if faults and not (able and rule in _FOR_FEW_OPERATORS):
         op, fault = next(iter(faults.items()))
         raise ValueError(f"operator '{op.name()}' {fault}")
     return able
@@ -68,10 +68,10 @@ def overloads(key: Any, rule: Rule) -> list[OpOverload]:
 
 def _fault(op: OpOverload, rule: Rule) -> str:
     """Why an operator cannot follow a rule; "" if it can."""
-    forms = PRODUCTS if rule in RECIPES else _FLOAT32_OUT if rule is Rule.LOWER_FLOAT32_OUT else None
-    if forms is not None and op.name() not in forms:
-        form = "FP8 form" if rule in RECIPES else "form with a float32 result"
-        return f"cannot follow {rule.name}: it has no {form}; {', '.join(forms)} have one"
+    if rule in RECIPES and op.name() not in PRODUCTS:
+        return f"cannot follow {rule.name}: it has no FP8 form; {', '.join(PRODUCTS)} have one"
+    if rule is Rule.LOWER_FLOAT32_OUT and op.name() not in _FLOAT32_OUT:
+        return f"cannot follow {rule.name}: it has no form with a float32 result; {', '.join(_FLOAT32_OUT)} have one"
     if rule is Rule.FLOAT32_DTYPE_ARG and not dtype_overload(op):
         return "cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; use Rule.FLOAT32"
     if op.name() in _MAKES_SUBCLASSES:
@@ -88,36 +88,38 @@ def _fault(op: OpOverload, rule: Rule) -> str:
 
 
 def _writes(op: OpOverload, rule: Rule) -> bool:
-    """Whether `op` writes to an argument that `rule` may cast: float32 running statistics too, which no schema says."""
+    """Whether `op` writes to an argument that `rule` may cast: also running statistics, which no schema mentions."""
     return op._schema.is_mutable or (
         rule is Rule.LOWER and any(argument.name == "running_mean" for argument in op._schema.arguments)
     )
 
 
 def named_by(key: Any) -> list[OpOverload]:
-    """The overloads that a key names; `ValueError` for those that no region sees."""
+    """The overloads that a key names; `ValueError` for overloads that no region sees."""
     if isinstance(key, OpOverload):
-        found = [key]
+        named = [key]
+    elif isinstance(key, OpOverloadPacket):
+        named = _packet(key)
     else:
-        found = _packet(key) if isinstance(key, OpOverloadPacket) else _named(key)
-    if not all(map(is_dispatched, found)):
+        named = _named(key)
+    if not all(map(is_dispatched, named)):
         raise ValueError(
-            f"operator '{found[0].name()}' is TorchScript's, for plain numbers and containers; no region sees it"
+            f"operator '{named[0].name()}' is TorchScript's, for plain numbers and containers; no region sees it"
         )
-    return list(map(canonical, found))
+    return list(map(canonical, named))
 
 
 def _named(key: Any) -> list[OpOverload]:
     if isinstance(key, Module) or (isinstance(key, type) and issubclass(key, Module)):
         name = type(key).__name__ if isinstance(key, Module) else key.__name__
         raise TypeError(
-            f"an operator is no module, and {name} is one: name the function that it calls, such as "
-            "torch.nn.functional.gelu, or give modules a rule with policy.for_modules(model, {...})"
+            f"{name} is a module, not an operator: name the function that it calls, such as torch.nn.functional.gelu, "
+            "or give modules a rule with policy.for_modules(model, {...})"
         )
     name = _name_of_function(key) if callable(key) else key
     if not isinstance(name, str):
         raise TypeError(
-            "an operator is an OpOverload, a packet, a name like 'aten::softmax.int' or a function of torch, like "
+            "an operator is an OpOverload, a packet, a name such as 'aten::softmax.int' or a function of torch such as "
             f"torch.softmax; got {short(key)}"
         )
     if name.startswith("torch."):
@@ -127,9 +129,10 @@ def _named(key: Any) -> list[OpOverload]:
 
 
 def resolve(name: str) -> OpOverload:
-    """The one operator of a name as lists have it: `"conv2d"` is the overload `default`, `"conv2d.padding"` another.
+    """The operator of a name in a list: `"conv2d"` is the overload `default`, `"conv2d.padding"` another.
 
-    Without a namespace it is ATen's. Raises `ValueError`, with the nearest names, if this torch has no such operator.
+    Names without a namespace are ATen's. Raises `ValueError`, with the nearest names, if this torch has no such
+    operator.
 
     >>> resolve("conv2d.padding")
     <OpOverload(op='aten.conv2d', overload='padding')>
@@ -150,45 +153,45 @@ def _overload(packet: OpOverloadPacket, name: str) -> OpOverload:
 def _name_of_function(function: Callable[..., Any]) -> str | None:
     """ATen's name for a function or tensor method of torch, usually the same; None for any other function."""
     name = getattr(function, "__name__", "")
-    of_torch = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
-    if not isinstance(name, str) or not name or not (of_torch or getattr(torch.Tensor, name, None) is function):
+    is_torch = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
+    if not isinstance(name, str) or not name or not (is_torch or getattr(torch.Tensor, name, None) is function):
         return None
-    return f"aten::{_CALLS.get(name, name)}"
+    return f"aten::{_ATEN_NAMES.get(name, name)}"
 
 
 def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
-    """The packet that `name` means, and the overload it names if any; `ValueError` with the nearest names if none."""
+    """The packet of a name, and the overload if it names one; `ValueError`, with the nearest names, if unknown."""
     namespace, _, rest = name.rpartition("::")
     base, dot, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace or "aten"), base, None) if name.isascii() else None
     if not isinstance(packet, OpOverloadPacket):        # an attribute of the namespace object itself
         every = {op.split(".")[0] for op in operator_names()}
-        near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST], every, n=3)
-        missing = "" if namespace in ("", "aten") else f". Import what defines {namespace!r} first"
+        near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST_NAME], every, n=3)
+        advice = "" if namespace in ("", "aten") else f". Import the module that defines {namespace!r} first"
         raise ValueError(
-            f"unknown operator {short(name)} in torch {torch.__version__}; nearest: {near or 'none'}{missing}"
+            f"unknown operator {short(name)} in torch {torch.__version__}; nearest: {near or 'none'}{advice}"
         )
     return packet, overload if dot else None
 
 
 def key_name(op: OpOverload) -> str:
-    """The key of `with_rules` for `op` alone: ATen's name for a default overload stands for its whole packet."""
+    """The key of `with_rules` for `op` alone: ATen's name for a default overload names its whole packet."""
     alone = op._overloadname != "default" or _packet(op.overloadpacket) == [op]
     return op.name() if alone else f"{op.name()}.default"
 
 
 def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
-    """Its overloads, without TorchScript's on plain numbers, and without `out=` ones unless there are no others."""
+    """A packet's overloads, without TorchScript's on plain numbers, and without `out=` if there are others."""
     every = [getattr(packet, name) for name in packet.overloads()]
     every = [op for op in every if has_any_kernel(op)] or every
     return [op for op in every if not any(argument.is_out for argument in op._schema.arguments)] or every
 
 
 def candidates(op: Any) -> list[OpOverload]:
-    """The overloads that a question about `op` may be about; only the default one if there is one.
+    """The overloads that a question about `op` may mean: only the default overload if there is one.
 
     Named-tensor overloads, gone from torch 2.13, count only if there are no others.
     """
-    found = named_by(op)
-    plain = [one for one in found if "Dimname" not in str(one._schema)] or found
-    return [one for one in plain if one._overloadname == "default"] or plain
+    named = named_by(op)
+    unnamed_dims = [overload for overload in named if "Dimname" not in str(overload._schema)] or named
+    return [overload for overload in unnamed_dims if overload._overloadname == "default"] or unnamed_dims

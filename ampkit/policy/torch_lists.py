@@ -1,4 +1,4 @@
-"""torch.amp's own operator lists for each device, version by version; a test compares them with the dispatcher.
+"""torch.amp's own operator lists, per device type and version of torch. A test compares them with the dispatcher.
 
 Source: ATen/autocast_mode.h and autocast_mode.cpp of torch 2.11 to 2.15.
 """
@@ -16,7 +16,7 @@ _CELLS = """
 POINTWISE = """
     acos asin cosh erfinv exp expm1 log log10 log1p log2 pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
     reciprocal rsqrt sinh softplus tan"""
-NORMALISATIONS = "group_norm layer_norm native_layer_norm"
+NORMALIZATIONS = "group_norm layer_norm native_layer_norm"
 _DISTANCES = """
     cdist cosine_similarity dist frobenius_norm.dim logsumexp nuclear_norm nuclear_norm.dim pdist renorm"""
 _LOSSES = """
@@ -50,7 +50,7 @@ ACCELERATOR: tuple[Group, ...] = (
     Group(Rule.LOWER, WHY_MATMUL, _MATMUL + _MATMUL_ACCELERATOR),
     Group(Rule.LOWER, "one step of a recurrent layer: two matrix products and cheap gates", _CELLS),
     Group(Rule.FLOAT32, WHY_RANGE, POINTWISE),
-    Group(Rule.FLOAT32, WHY_NORM, NORMALISATIONS),
+    Group(Rule.FLOAT32, WHY_NORM, NORMALIZATIONS),
     Group(Rule.FLOAT32, WHY_NORM, "rms_norm", since=(2, 12)),
     Group(Rule.FLOAT32, WHY_SQUARES, _DISTANCES),
     Group(Rule.FLOAT32, _WHY_LOSS, _LOSSES),
@@ -108,7 +108,7 @@ _MPS: tuple[Group, ...] = (
     Group(Rule.LOWER, WHY_MATMUL, _MATMUL + " _mps_convolution lstm_cell"),
     Group(Rule.FLOAT32, _WHY_HALF_KERNEL, "conv_transpose3d.input"),
     Group(Rule.FLOAT32, WHY_RANGE, POINTWISE),
-    Group(Rule.FLOAT32, WHY_NORM, NORMALISATIONS + " batch_norm"),
+    Group(Rule.FLOAT32, WHY_NORM, NORMALIZATIONS + " batch_norm"),
     Group(Rule.FLOAT32, WHY_SQUARES, _DISTANCES),
     Group(Rule.FLOAT32, _WHY_LOSS, _LOSSES),
     Group(Rule.FLOAT32, "a long sum needs float32; here torch casts the input instead of asking for a dtype",
@@ -124,7 +124,7 @@ TORCH: dict[str, tuple[Group, ...]] = {
     "xpu": ACCELERATOR,
     "mtia": ACCELERATOR,
     "maia": ACCELERATOR,
-    # torch knows an autocast dtype for these and lists nothing; their plugins may.
+    # torch has an autocast dtype for these and lists no operators; their plugins may.
     "hpu": (),
     "ipu": (),
     "xla": (),

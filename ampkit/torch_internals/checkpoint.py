@@ -1,8 +1,8 @@
-"""Regions and `torch.utils.checkpoint`: what is recomputed in backward is recomputed under the same region.
+"""`torch.utils.checkpoint`: a hook by which a forward that is recomputed in backward runs in its region again.
 
-torch's checkpoint saves torch's own autocast state, but neither policy nor cache. Both of its forms keep the function
-to recompute where a checkpoint begins: the frame of the non-reentrant form, the `ctx` of the reentrant one. There, for
-the process, the function is replaced by one that enters the region that the checkpoint was called in.
+torch's checkpoint saves torch's own autocast state, but neither policy nor cache. Both of its forms store the function
+to recompute where a checkpoint begins: the frame of the non-reentrant form, the `ctx` of the reentrant one. For the
+whole process, these two places then store a function that enters the region that the checkpoint was called in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _lock = renewed_lock(__name__, "_lock")
 
 
 def follow(recomputing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have checkpoints recompute what `recomputing` makes, where they begin, of the function that they keep."""
+    """Have each checkpoint, when it begins, replace the function to recompute by `recomputing(function)`."""
     with _lock:
         if _Frame is not refuse and not hasattr(CheckpointFunction.forward, "_ampkit_wraps"):
             _follow(recomputing)

@@ -1,7 +1,7 @@
-"""What regions use of torch's dispatcher: two keys above autograd, guards, and the thread-local store (TLS).
+"""torch's dispatcher: the two keys of regions, above autograd, guards, and the thread-local store (TLS).
 
-`TORCH_KEY` is for regions that start from torch's list for a device, `KEY` for all others. So operators that only
-ampkit's lists name have no kernel at `TORCH_KEY`, and cost nothing there.
+`TORCH_KEY` is for regions with policies that start from torch's list for a device, `KEY` for all others. So operators
+that only ampkit's lists name have no entry at `TORCH_KEY`, and take no time there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ higher_order_fallthrough = private("_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DI
 
 
 def parsed_key(name: str) -> Any:
-    """The dispatch key of this name; None, and noted as missing, if torch has no such key."""
+    """The dispatch key of this name; None, with a note in `missing`, if torch has no such key."""
     parse = private("_C._dispatch_key_parse")
     try:
         return None if parse is refuse else parse(name)
@@ -55,16 +55,16 @@ def parsed_key(name: str) -> Any:
 
 
 def _below(key: Any) -> Any:
-    """The set of all keys below `key`; None without a key, or without torch's function for it."""
-    after = private("_C._dispatch_keyset_full_after")
-    return None if key is None or after is refuse else after(key)
+    """The set of all keys below `key`; None if torch lacks the key or the function for it."""
+    keys_after = private("_C._dispatch_keyset_full_after")
+    return None if key is None or keys_after is refuse else keys_after(key)
 
 
 _KEY_NAME, _TORCH_KEY_NAME = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"     # the second is below
 KEY, TORCH_KEY = parsed_key(_KEY_NAME), parsed_key(_TORCH_KEY_NAME)
 KEY_NAMES = {KEY: _KEY_NAME, TORCH_KEY: _TORCH_KEY_NAME}
 _BELOW = _below(TORCH_KEY)
-PRE_DISPATCH = torch._C.DispatchKey.PreDispatch      # of `torch.export`'s tracer, the one key above these
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch      # the key of `torch.export`'s tracer, the only one above these
 
 
 _add_reference = ctypes.pythonapi.Py_IncRef      # the C function: adds 1 to an object's reference count
@@ -72,22 +72,21 @@ _add_reference.argtypes, _add_reference.restype = [ctypes.py_object], None
 
 
 def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """`stash` in a form that owns what it stores, whether torch's function takes a reference or not.
+    """torch's function that stores an object, or a wrapper of it, such that the store owns the object.
 
     torch 2.11 stores an object without taking a reference, and drops one when the object is replaced: the object would
-    be freed while in use. There, each call adds the reference that torch is going to drop. Which torch it is shows on a
-    probe.
+    be freed while in use. There, each call adds the reference that torch will drop. A probe shows which torch it is.
     """
     probe = object()
-    _add_reference(probe)       # the one that torch 2.11 drops
+    _add_reference(probe)       # the reference that torch 2.11 drops
     before = sys.getrefcount(probe)
     stash("ampkit.probe", probe)
     if sys.getrefcount(probe) > before:
         return stash
 
-    def put(name: str, value: Any) -> None:
-        _add_reference(value)
-        stash(name, value)
+    def put(name: str, stored: Any) -> None:
+        _add_reference(stored)
+        stash(name, stored)
 
     return put
 
@@ -98,7 +97,7 @@ put_in_tls = _stash if _stash is refuse else _owning(_stash)
 
 @functools.cache
 def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
-    """The keys to exclude while an operator runs on cast arguments, and those to redispatch to without casts."""
+    """Two sets of keys: to exclude while an operator runs on cast arguments, and to redispatch to without casts."""
     excluded = torch._C.DispatchKeySet(KEY) | torch._C.DispatchKeySet(TORCH_KEY)
     for device_type in device_types:
         excluded |= torch._C.DispatchKeySet(autocast_key(device_type))
@@ -111,11 +110,11 @@ def autocast_key(device_type: str) -> Any:
 
 
 def current() -> Any:
-    """The mode of the innermost region open in this thread, or handed to it by autograd."""
+    """The mode of the innermost open region of this thread, or the mode that autograd handed to it; else None."""
     mode = get_in_tls(TLS_NAME) if is_in_tls(TLS_NAME) else None
     return mode if mode is not None and mode.open else None
 
 
 def is_open() -> bool:
-    """Whether operators reach the mode here: a region is open, and no disabled one is inside it."""
+    """Whether operators of this thread reach a mode: a region is open, and no disabled region is inside it."""
     return any(is_included(key) and not is_excluded(key) for key in KEY_NAMES)

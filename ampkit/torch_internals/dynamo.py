@@ -1,4 +1,4 @@
-"""What regions use of Dynamo: functions to skip, to call while tracing, and to put into graphs."""
+"""Dynamo: functions that it skips, calls while it traces, or puts into graphs; compilation and its callbacks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _Strategy = private("_C._dynamo.eval_frame._FrameExecStrategy")
 _set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
 TracingContext = private("_guards.TracingContext")
 
-DYNAMO_CALLBACKS = "torch._dynamo.callback"     # the module, if Dynamo is imported
-AS_FORWARD = "same_as_forward"      # torch's default of `backward_autocast`
+DYNAMO_CALLBACKS = "torch._dynamo.callback"     # a module, in `sys.modules` if Dynamo is imported
+AS_FORWARD = "same_as_forward"      # torch's default for `backward_autocast`
 
-# Whether Dynamo is tracing the call. An alias, not a wrapper, which would cost every region two calls.
+# Whether Dynamo is tracing the call. A wrapper would take two calls more in every region.
 tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -45,7 +45,7 @@ def called_while_tracing(function: F) -> F:
 
 
 def put_in_graphs(function: Callable[..., None]) -> None:
-    """Have Dynamo put calls of `function` into graphs as they are, and tracers not drop them as dead code."""
+    """Have Dynamo put calls of `function` into graphs as they are, and keep tracers from dropping them as dead code."""
     torch.compiler.allow_in_graph(function)
     has_side_effect(function)
 
@@ -81,7 +81,7 @@ def records_autocast(translator: Any, enter: Callable[..., None], leave: Callabl
 
 
 def at_end_of_trace(translator: Any, call: Callable[[], None]) -> None:
-    """Make a call when the trace ends, fails or stops."""
+    """Have `call` called when the trace ends, fails or stops."""
     translator.output.add_cleanup_hook(call)
 
 
@@ -96,43 +96,43 @@ def frame_on_stack(frame: FrameType) -> bool:
     Two places leave a region without a `finally`: a graph that `torch.compile(backend="eager")` runs, and module hooks,
     which an exception that is no `Exception` (`KeyboardInterrupt`) skips.
     """
-    at: FrameType | None = sys._getframe(1)
-    while at is not None and at is not frame:
-        at = at.f_back
-    return at is not None
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 def compile_callbacks() -> Any:
-    """Dynamo's registry of callbacks for start and end of compilation; None while Dynamo is not imported."""
+    """Dynamo's registry of callbacks for the start and end of compilation; None while Dynamo is not imported."""
     return getattr(sys.modules.get(DYNAMO_CALLBACKS), "callback_handler", None)
 
 
 def is_compiling() -> bool:
-    """Whether a compilation has started whose end callbacks will be called: exports have none."""
+    """Whether a compilation is going on whose end callbacks will be called; those of exports are not."""
     return getattr(compile_callbacks(), "_CompilationCallbackHandler__pending_callbacks_counter", 0) > 0
 
 
 def backward_autocast() -> Any:
-    """The autocast state in which AOTAutograd traces backward, an option of torch's."""
+    """torch's option for the autocast state in which AOTAutograd traces backward."""
     from torch._functorch import config
 
     return config.backward_pass_autocast
 
 
-def set_backward_autocast(value: str) -> None:
-    """Set `backward_autocast`."""
+def set_backward_autocast(state: str) -> None:
+    """Set the option that `backward_autocast` returns."""
     from torch._functorch import config
 
-    config.backward_pass_autocast = value
+    config.backward_pass_autocast = state
 
 
 def has_compiled() -> bool:
-    """Whether Dynamo has code that it has compiled, in this process."""
+    """Whether Dynamo has compiled any code in this process."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.output_codes.seen)
 
 
 def forget_compiled() -> None:
-    """Drop what Dynamo has compiled so far, if it is imported."""
+    """Drop the code that Dynamo has compiled so far, if Dynamo is imported."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""FP8 in torch: the product of two FP8 matrices, which devices compute it, and where its data is really made."""
+"""FP8 products: torch's product of two FP8 matrices, and the devices that compute it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAcc
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """``(a * scale_a) @ (b * scale_b).T`` in `dtype`, of a[m, k] and b[n, k] in FP8, contiguous.
+    """Compute ``(a * scale_a) @ (b * scale_b).T`` in `dtype`, of contiguous FP8 matrices a[m, k] and b[n, k].
 
-    Scales are float32, of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less precision.
+    Scales are float32, of shape () or of shapes (m, 1) and (n, 1). With `fast`, tensor cores add in less precision.
     """
     if not (scale_a.dim() or scale_b.dim()):
         return _scaled(a, b, scale_a, scale_b, dtype, fast)
     if not fast or not _has_public(a):
-        # By rows there is no fast kernel on CUDA without fast accumulation, and for DTensors not every sharding.
-        one = torch.ones((), device=a.device)
-        return (_scaled(a, b, one, one, torch.float32, fast) * scale_a * scale_b.t()).to(dtype)
+        # With scales by rows, CUDA has no fast kernel without fast accumulation, and DTensors not every sharding.
+        unit = torch.ones((), device=a.device)
+        return (_scaled(a, b, unit, unit, torch.float32, fast) * scale_a * scale_b.t()).to(dtype)
     scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(b.shape[0], 1).t().contiguous()
     return _scaled(a, b, scale_a, scale_b, torch.bfloat16, fast).to(dtype)
 
@@ -46,25 +46,27 @@ def _public_on_cpu() -> bool:
 
 
 def _has_public(a: Tensor) -> bool:
-    """Whether torch's public function takes this matrix: no DTensor, and in torch 2.11 none on the CPU."""
+    """Whether torch's public function takes this matrix: it refuses DTensors, and in torch 2.11 those on the CPU."""
     return not hasattr(a, "_local_tensor") and (a.device.type != "cpu" or _public_on_cpu())
 
 
 def _wide_product(a: Tensor, b: Tensor, scale_a: Any, *rest: Any, **options: Any) -> Tensor:
-    """What torch's operators compute, in the dtype of `a`. `aten::_scaled_mm_v2` has scales in lists, further on."""
-    is_v2 = isinstance(scale_a, list | tuple)
-    one, other = (scale_a[0], rest[2][0]) if is_v2 else (scale_a, rest[0])
-    return (a * one) @ (b * other)
+    """The result of torch's operators, in the dtype of `a`. `aten::_scaled_mm_v2` has scales in lists, further on."""
+    if isinstance(scale_a, list | tuple):
+        scale_a, scale_b = scale_a[0], rest[2][0]
+    else:
+        scale_b = rest[0]
+    return (a * scale_a) @ (b * scale_b)
 
 
-# For operands whose dtype is no FP8, as a reference has them.
+# For operands in other dtypes than FP8, in reference computations.
 WIDE_PRODUCTS = {"aten::_scaled_mm": _wide_product, "aten::_scaled_mm_v2": _wide_product}
 
 
 def lacks_float8(device: torch.device) -> str:
-    """Why a device does not compute FP8 products; "" where it does. On the CPU torch emulates them.
+    """Why a device does not compute FP8 products; "" if it does. On the CPU torch emulates them.
 
-    A CUDA device where there is none is one of a program that is traced for another machine.
+    A CUDA device on a machine without CUDA occurs in a program that is traced for another machine.
     """
     if device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_available()):
         return ""
@@ -78,12 +80,12 @@ def _lacks_float8(index: int) -> str:
     if torch.version.hip is not None:
         return "FP8 on ROCm has not been verified"
     capability = torch.cuda.get_device_capability(index)
-    wanting = capability < (8, 9)
-    return f"no FP8: compute capability {capability[0]}.{capability[1]}, below 8.9" if wanting else ""
+    is_below = capability < (8, 9)
+    return f"no FP8: compute capability {capability[0]}.{capability[1]}, below 8.9" if is_below else ""
 
 
 def is_eager(tensor: Tensor) -> bool:
-    """Whether operators compute with this tensor here and now: it is a plain one, and nothing traces or fakes them."""
+    """Whether operators compute with this tensor at once: it is plain, and nothing traces or fakes operators."""
     return (
         type(tensor) in (Tensor, Parameter)
         and (n_dispatch_modes() == 0 or only_observed())

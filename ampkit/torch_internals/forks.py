@@ -8,30 +8,30 @@ import threading
 
 import torch
 
-_named: list[tuple[str, str]] = []
+_locks: list[tuple[str, str]] = []      # module and name
 
 
 def renewed_lock(module: str, name: str) -> threading.RLock:
-    """A reentrant lock for a module to keep under this name; a forked child gets a new one there."""
-    _named.append((module, name))
+    """A reentrant lock that the module must assign to this name; a forked child assigns a new lock to it."""
+    _locks.append((module, name))
     return threading.RLock()
 
 
-_clearing = threading.RLock()       # held by the thread that forks, and released on both sides; a handler may fork too
+_clearing = threading.RLock()       # the forking thread holds it during a fork; reentrant, since a handler may fork too
 
 
 def clear_torch_cache() -> None:
     """Drop the casts that torch's own autocast holds, but not while this process forks.
 
-    torch clears it under a mutex of its own and without the GIL, so another thread could fork meanwhile: in the child
-    every region, also of `torch.autocast`, would then deadlock on that mutex.
+    torch drops them under its own mutex and without the GIL, so another thread could fork meanwhile: in the child every
+    region, also of `torch.autocast`, would then deadlock on that mutex.
     """
     with _clearing:
         torch.clear_autocast_cache()
 
 
 def _renew() -> None:
-    for module, name in _named:
+    for module, name in _locks:
         setattr(sys.modules[module], name, threading.RLock())
 
 

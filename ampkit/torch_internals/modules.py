@@ -1,4 +1,4 @@
-"""What torch's modules do not promise: global hooks, the code object of a call, base classes of norms, FSDP's flag."""
+"""torch's modules: global hooks, the code object of a call, base classes of norms, FSDP's flag on parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = [
 ]
 
 CALL = Module._call_impl.__code__
-EAGER, TRACED = "ampkit", "ampkit.traced"       # keys of hooks; constant, since torch.compile guards on them
+EAGER, TRACED = "ampkit", "ampkit.traced"       # keys of the hooks: constant, since torch.compile guards on them
 
 
 def request_kwargs(module: Module | None) -> None:
     """Have torch pass keyword arguments of `module` to the global pre-hooks with these keys.
 
-    Outside of them a key in this table has no effect: copies and pickles of the module hold a string more.
+    Without such hooks a key in this table has no effect; copies and pickles of the module contain one more string.
     """
     table = None if module is None else vars(module).get("_forward_pre_hooks_with_kwargs")
     if table is not None:       # scripted modules have none
@@ -31,7 +31,7 @@ def request_kwargs(module: Module | None) -> None:
 
 
 def has_hooks(key: Any) -> bool:
-    """Whether `put_hooks` has been called for a key, and `take_hooks` not since. Dynamo traces these functions."""
+    """Whether there are hooks with a key: `put_hooks` adds, `take_hooks` removes them. Dynamo traces the three."""
     return key in _tables._global_forward_pre_hooks
 
 
@@ -44,7 +44,7 @@ def put_hooks(key: Any, before: Callable[..., Any], after: Callable[..., None], 
 
 
 def take_hooks(key: Any, *, always: bool = False) -> None:
-    """Remove them. Other code may have cleared torch's tables meanwhile."""
+    """Remove the hooks with a key. Other code may have cleared torch's tables meanwhile."""
     _tables._global_forward_pre_hooks.pop(key, None)
     _tables._global_forward_hooks.pop(key, None)
     if always:
@@ -52,5 +52,5 @@ def take_hooks(key: Any, *, always: bool = False) -> None:
 
 
 def is_flat(param: Tensor) -> bool:
-    """Whether `FullyShardedDataParallel` has put this parameter, or its elements, into a flat one that it shards."""
+    """Whether `FullyShardedDataParallel` has put a parameter, or its elements, into a flat parameter that it shards."""
     return getattr(param, "_fsdp_flattened", False)

@@ -1,4 +1,4 @@
-"""What a dispatch mode below autograd needs of torch: modes, the running autograd node, storage identity."""
+"""Operators as a dispatch mode below autograd observes them: modes, autograd nodes, identities of storages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[re
 
 
 class ObserverMode(TorchDispatchMode):
-    """A dispatch mode without torch's guards against Dynamo, which cost more than looking at a tensor.
+    """A dispatch mode without torch's guards against Dynamo, which take longer than looking at a tensor.
 
-    For use where compiled functions run eagerly.
+    For use while compiled functions run eagerly.
     """
 
     @classmethod
@@ -34,22 +34,22 @@ class ObserverMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """See the operators of compiled code's own runtime too."""
+        """Observe the operators of compiled code's own runtime too."""
         return False
 
 
 def only_observed() -> bool:
-    """Whether every dispatch mode here only observes: none traces, records or makes fake tensors."""
+    """Whether every active dispatch mode only observes: none traces, records or makes fake tensors."""
     return all(isinstance(mode, ObserverMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def node_name(node: Any) -> str:
-    """The name of an autograd node, by its type: a custom function's node is its `ctx`, with the user's attributes."""
+    """The name of an autograd node, from its type: a custom function's node is its `ctx`, with user attributes."""
     return type(node).name(node)
 
 
 def node_sequence_number(node: Any) -> int:
-    """The sequence number of an autograd node: what `next_sequence_number` gave in its forward operator."""
+    """The sequence number of an autograd node: the result of `next_sequence_number` in its forward operator."""
     return type(node)._sequence_nr(node)
 
 
@@ -59,7 +59,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be read as strided memory: sparse, nested, quantized, meta, fake, none."""
+    """Whether a tensor's values cannot be read as strided memory: sparse, nested, quantized, meta, fake, zero."""
     return (
         tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
         or tensor._is_zerotensor() or isinstance(tensor, FakeTensor)

@@ -1,4 +1,4 @@
-"""What policies and regions need of torch's registries: operators, kernels, device types with autocast."""
+"""Operators: torch's registries and schemas, Python bindings, and the names of device types."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _canonical: dict[str, OpOverload] = {}
 
 
 def canonical(op: OpOverload) -> OpOverload:
-    """The one `OpOverload` for an operator of ATen; operators of other libraries are returned as they are.
+    """The same `OpOverload` at every call for an operator of ATen; operators of other libraries as they are.
 
     Threads that look an operator up for the first time at the same moment may get distinct objects from torch, which
-    compare unequal. The first one seen here replaces the others, in `torch.ops` too.
+    compare unequal. The first object that comes here replaces the others, in `torch.ops` too.
     """
     if op.namespace != "aten":
         return op
-    kept = _canonical.setdefault(op.name(), op)
-    if kept is not op:
-        setattr(getattr(torch.ops.aten, kept._schema.name.removeprefix("aten::")), kept._overloadname, kept)
-    return kept
+    first = _canonical.setdefault(op.name(), op)
+    if first is not op:
+        setattr(getattr(torch.ops.aten, first._schema.name.removeprefix("aten::")), first._overloadname, first)
+    return first
 
 
 def operator_names() -> list[str]:
@@ -64,7 +64,7 @@ def current_device_type() -> str:
 
 
 def privateuse1_name() -> str:
-    """The name that the `privateuseone` backend was given."""
+    """The name that the `privateuseone` backend has in this process."""
     return torch._C._get_privateuse1_backend_name()
 
 
@@ -74,7 +74,7 @@ def takes_numbers(op: OpOverload) -> bool:
 
 
 def listed_as(device_type: str) -> str:
-    """The name of a device type in torch's own lists: `privateuseone` for the name that this backend was given."""
+    """The name of a device type in torch's own lists: `privateuseone` for the name that this backend has."""
     return "privateuseone" if device_type == privateuse1_name() else device_type
 
 
@@ -84,8 +84,8 @@ def dtype_overload(op: OpOverload) -> OpOverload | None:
     names = argument_names(op)
     if "dtype" in names:
         return op
-    others = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
-    return next((other for other in others if argument_names(other) == [*names, "dtype"]), None)
+    overloads = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+    return next((overload for overload in overloads if argument_names(overload) == [*names, "dtype"]), None)
 
 
 def argument_names(op: OpOverload) -> list[str]:

@@ -1,4 +1,4 @@
-"""Private names for scaling and optimizers: torch's scale update, its foreach operators."""
+"""Optimizers and scaling: torch's update of a scale, its foreach operators, the state of a step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ error."""
 def gathered(optimizer: torch.optim.Optimizer, group: dict[str, Any], n: int) -> tuple[list[list[Any]], bool]:
     """A group's parameters that have gradients, the gradients, and the lists of state that torch's own step takes.
 
-    `n` lists in all, in the order of `_init_group` of the optimizer's class, and what that returns: whether a parameter
-    is complex (AdamW), or a gradient sparse (SGD). State is made where there is none.
+    Returns `n` lists in the order of `_init_group` of the optimizer's class, and its result: whether a parameter is
+    complex (AdamW), or a gradient sparse (SGD). Makes the state of parameters that have none.
     """
     lists: list[list[Any]] = [[] for _ in range(n)]
-    found: bool = optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
-    return lists, found
+    is_special: bool = optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
+    return lists, is_special

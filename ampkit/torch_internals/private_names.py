@@ -1,4 +1,4 @@
-"""Looking up private names of torch, so that a missing one breaks regions and nothing else."""
+"""Lookup of private names of torch: a missing name breaks regions and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ missing: list[str] = []
 
 
 def private(path: str) -> Any:
-    """`torch.<path>`; `refuse` if there is none, with a note in `missing`."""
+    """The object `torch.<path>`; if there is none, `refuse`, with a note in `missing`."""
     if path not in looked_up:
         looked_up.append(path)
     try:

@@ -1,4 +1,4 @@
-"""What the weight caches need of torch: tracing state, storages, collectives, casts without a copy."""
+"""Tensors: tracing state, ownership of storages, counts of collectives, casts without a copy. For weight caches."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _c10d: Any = dist.distributed_c10d if dist.is_available() else None
 
 
 def owns_its_memory(weight: Tensor) -> bool:
-    """Whether nothing else can write to a weight's memory: no alias, no array it was made of, no other process."""
+    """Whether nothing else can write to a weight's memory: no alias, no array it was made from, no other process."""
     if type(weight) is not Parameter and type(weight) is not Tensor:
-        return False        # it may lie in tensors inside the subclass, which have users of their own
+        return False        # tensors inside the subclass may hold its memory, and others may use them
     storage = weight.untyped_storage()
     return (
         _use_count(storage._cdata) == _use_count_alone()
-        and storage.resizable()         # memory of arrays, files and DLPack is not
+        and storage.resizable()         # the memory of arrays, files and DLPack is not
         and not (weight.is_cpu and storage.is_shared())
     )
 
 
 @functools.cache
 def _use_count_alone() -> int:
-    """The count of a storage that one tensor has: one for that, and one for the storage's Python object."""
+    """The use count of a storage with one tensor: one for the tensor, and one for the storage's Python object."""
     tensor = torch.empty(0, device="cpu")
     return _use_count(tensor.untyped_storage()._cdata)
 
 
 def n_collectives() -> list[Any] | None:
-    """How many collectives each process group has started, any of which may write to a weight and bump no version.
+    """How many collectives each process group has started; None if a backend does not count.
 
-    None where a backend does not count.
+    Any of them may write to a weight without incrementing its version counter.
     """
     groups = () if _c10d is None else list(_c10d._world.pg_map)
     try:
@@ -52,12 +52,12 @@ def n_collectives() -> list[Any] | None:
 
 
 class _Cast(torch.autograd.Function):
-    """Records in autograd what a cast records, and copies nothing."""
+    """The autograd history of a cast, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
-        ctx.set_materialize_grads(False)        # where nothing comes back, the weight has no gradient, not one of 0
+        ctx.set_materialize_grads(False)        # without an incoming gradient the weight has none either, not zeros
         return values.detach()
 
     @staticmethod
@@ -66,9 +66,9 @@ class _Cast(torch.autograd.Function):
 
 
 def connected(weight: Tensor, values: Tensor) -> Tensor:
-    """`values` as the cast of `weight`, differentiable where autograd records: nothing is copied.
+    """`values` as the cast of `weight`, without a copy, differentiable where autograd records.
 
-    It has the version counter of `values`: where they are written later, every graph that has saved it is stale.
+    It shares the version counter of `values`: a later write to them makes every graph that has saved it stale.
     """
     return _Cast.apply(weight, values)
 

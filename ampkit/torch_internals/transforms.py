@@ -1,4 +1,4 @@
-"""Transforms of `torch.func`: whether one runs here, and whether an operator has still to pass through it."""
+"""Transforms of `torch.func`: whether one is active, and whether an operator is yet to be transformed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def in_forward_ad() -> bool:
 
 
 def keys_ahead(op: OpOverload) -> tuple[Any, ...]:
-    """The dispatch keys at which a call of `op` is transformed before torch's autocast meets it.
+    """The dispatch keys at which a call of `op` is transformed before it reaches torch's autocast.
 
-    At the key of `vmap`'s randomness only operators that draw random numbers are: dropout, and attention for its own.
+    At the key of `vmap`'s randomness only operators that draw random numbers are: dropout, and attention's dropout.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchVmapMode")
     return (*_AHEAD, parsed_key("FuncTorchVmapMode")) if has_kernel else _AHEAD
@@ -42,5 +42,5 @@ def is_ahead(keyset: Any, keys: tuple[Any, ...]) -> bool:
 
 
 def transforms() -> bool:
-    """Whether operators that are called here are transformed; not inside one, where the innermost has done its part."""
+    """Whether operators that are called now are transformed. Not inside a transform, once the innermost has run."""
     return functorch_level() is not None and not is_excluded(_FRONT)

@@ -8,7 +8,7 @@ INSTALL = f"python -m pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{
 
 
 def parsed(version: str) -> tuple[int, int]:
-    """Major and minor number of a release or a nightly.
+    """The major and minor number of a release or a nightly.
 
     >>> parsed("2.13.0a0+git1234")
     (2, 13)

@@ -35,7 +35,7 @@ MODELS = [
      {}),
     ("T5ForConditionalGeneration", "T5Config", {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2},
      TRANSLATION, 17, {}),
-    ("ViTForImageClassification", "ViTConfig", VISION, IMAGES, 6, {"N is 10, no multiple of 16": 1}),
+    ("ViTForImageClassification", "ViTConfig", VISION, IMAGES, 6, {"N is 10, not a multiple of 16": 1}),
 ]
 
 

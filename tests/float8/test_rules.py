@@ -37,11 +37,11 @@ def test_operators_without_an_fp8_form_are_refused(op):
 
 X, W = torch.randn(8, 64), torch.randn(48, 64)
 FALLBACKS = {
-    "K is 60, N is 10, no multiple of 16": lambda: F.linear(X[:, :60], W[:10, :60]),
-    "N is 10, no multiple of 16": lambda: X @ W[:10].t(),
-    "K is 60, no multiple of 16": lambda: torch.addmm(torch.ones(48), X[:, :60], W[:, :60].t()),
+    "K is 60, N is 10, not a multiple of 16": lambda: F.linear(X[:, :60], W[:10, :60]),
+    "N is 10, not a multiple of 16": lambda: X @ W[:10].t(),
+    "K is 60, not a multiple of 16": lambda: torch.addmm(torch.ones(48), X[:, :60], W[:, :60].t()),
     "called with alpha, beta or a dtype": lambda: torch.addmm(torch.ones(48), X, W.t(), beta=2),
-    "no product with a matrix": lambda: X.expand(2, 8, 64) @ W.t().expand(2, 64, 48),
+    "not a product with a matrix": lambda: X.expand(2, 8, 64) @ W.t().expand(2, 64, 48),
     "an empty operand": lambda: F.linear(X[:0], W),
     "an operand that is not dense": lambda: torch.mm(X.to_sparse(), W.t()),
     "an operand that is not float32, bfloat16 or float16 on the region's device": lambda: X.double() @ W.t().double(),
@@ -100,13 +100,13 @@ def test_check_lists_every_linear_layer():
     wrapped: Any = torch.compile(model)
     assert list(given.check(wrapped).layers) == str(given.check(model)).splitlines()[4:] == [
         "0 (48, 64) FLOAT8_ROWWISE_GW_HP",
-        "1 (10, 48) LOWER: N is 10, no multiple of 16",
+        "1 (10, 48) LOWER: N is 10, not a multiple of 16",
         "2.low.0 (32, 16) LOWER",
         "2.low.2 (16, 32) FLOAT8_ROWWISE_GW_HP",
         "2.high (16, 16) float32",
         "3 (16, 16) LOWER: a float64 weight",
         "4 (32, 32) FLOAT8_ROWWISE",
-        "6 (48, 10) LOWER: K is 10, no multiple of 16",
+        "6 (48, 10) LOWER: K is 10, not a multiple of 16",
         "7 (16, 0) FLOAT8_ROWWISE_GW_HP",
     ]
     assert given.check().layers == ()

@@ -33,7 +33,7 @@ from tests.helpers.regions import BF16, FP16, FP32
     ({"zzz.**": FP32}, ValueError, r"matches no module of Model; nearest: blocks, blocks\.0, blocks\.0\.attn"),
     ({nn.Conv2d: FP32}, ValueError,
      r"no module of Model is a .*conv.Conv2d'; its modules are Model, ModuleList, Block, Linear"),
-    ({nn.Linear(2, 2): FP32}, ValueError, "<Linear at 0x.*> is no module of Model; give for_modules the model"),
+    ({nn.Linear(2, 2): FP32}, ValueError, "<Linear at 0x.*> is not a module of Model; give for_modules the model"),
     ({"head": "fp8"}, ValueError, r"a Policy\. A rule of FP8 is for operators, which a Policy lists: .*FLOAT8_ROWWISE"),
     ({"head": torch.float8_e4m3fn}, ValueError, r"A rule of FP8 is for operators"),
     ({"head": Rule.FLOAT8_TENSORWISE}, ValueError, r"A rule of FP8 is .*with_rules.*'aten::linear': .*TENSORWISE"),

@@ -1,5 +1,6 @@
 """Public callables document each of their parameters, in a section `Args:` of their docstring or of their class's."""
 
+import enum
 import importlib
 import inspect
 import re
@@ -26,15 +27,12 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 def undocumented(value: Callable[..., Any]) -> list[str]:
     """The parameters of a callable that no line of its section `Args:` begins with."""
     docstring = inspect.getdoc(value) or ""
-    if inspect.isclass(value) and issubclass(value, Exception):
+    if inspect.isclass(value) and issubclass(value, (Exception, enum.Enum)):
         return [] if docstring else ["everything"]
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", docstring, flags=re.MULTILINE)
     documented = re.findall(r"^    ((?:\*{0,2}\w+(?:, )?)+):", section[1], flags=re.MULTILINE) if section else []
     names = {name.strip("* ") for group in documented for name in group.split(",")}
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):     # enumerations
-        return []
+    parameters = inspect.signature(value).parameters.values()
     names |= {"self", "cls"}
     return [each.name for each in parameters if each.name not in names and not each.name.startswith("_")]
 
