@@ -55,9 +55,9 @@ def _try_out(mode: AutocastMode) -> str | None:
     if negated.dtype is not torch.float32 or negated.grad_fn is None:
         return "an operator without a rule does not fall through the region"
     if product.dtype is not torch.bfloat16:
-        return "an operator with a rule does not compute with what the region casts"
+        return "an operator with a rule does not compute with the casts of the region"
     node: Any = product.grad_fn
     cast = node.next_functions[1][0]
     if not cast.next_functions or cast.next_functions[0][0].variable is not weight:
-        return "what the region casts is not differentiated"
+        return "the casts of a region are not differentiated"
     return None

@@ -144,7 +144,7 @@ class _Casts(dict[int, _CachedCast]):
     def _reconnect(self, cached: _CachedCast, weight: Tensor) -> bool:
         """Make the autograd history of a cached cast fit the weight; False if a new cast is needed.
 
-        A cast that was kept without a history gets one where autograd records; that of a weight frozen since loses it.
+        A cast that was kept without a history gets one where autograd records; a frozen weight's cast loses it.
         """
         if not weight.requires_grad:
             cached.cast = cached.cast.detach()

@@ -21,7 +21,7 @@ from ampkit.user_code import warn_user
 __all__ = ["kept_modules"]
 
 _ATTRIBUTES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")     # the second applies in float16 only
-_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")    # what PEFT adds to a path
+_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")    # PEFT adds these to paths
 
 
 def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[Module]:

@@ -40,7 +40,7 @@ _Layer = Mapping[OpOverload, tuple[Rule, str]]      # the rule of each operator,
 
 
 class Explanation(NamedTuple):
-    """The rule of one operator, and where it comes from; `str()` of it is one line."""
+    """The rule of one operator, and the layer that set it; its `str()` is one line."""
 
     op: str
     rule: Rule
@@ -57,7 +57,8 @@ class RuleTable(dict[OpOverload, Rule]):
     handlers: Any = None    # the functions that regions run for these rules: `engine.generated_handlers`
 
     def __missing__(self, key: Any) -> Rule:
-        fault = f"{key.name()!r} has no rule of its own" if isinstance(key, OpOverload) else f"{short(key)} is no key"
+        is_operator = isinstance(key, OpOverload)
+        fault = f"{key.name()!r} has no rule of its own" if is_operator else f"{short(key)} is not a key"
         raise KeyError(f"{fault}; keys are overloads such as torch.ops.aten.mm.default. policy.rule_for takes any name")
 
 
@@ -257,7 +258,7 @@ class Policy:
         return module_rules.ModuleCheck(self.modules.check(), layers)
 
     def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
-        """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
+        """The checked value of a rule of `for_modules`; `ValueError`, with the key, if a module cannot follow it."""
         if isinstance(value, Policy):
             if value.device_type != self.device_type:
                 raise ValueError(
@@ -266,14 +267,14 @@ class Policy:
                 )
             if value.modules:
                 raise ValueError(
-                    f"the policy for module {module_rules.describe(key)} has rules for modules itself; give those to "
-                    "the policy around it, where they hold inside that module too"
+                    f"the policy for module {module_rules.describe(key)} has rules for modules itself; give them to the "
+                    "policy around it, where they apply inside that module too"
                 )
             return value
         dtype = as_dtype(value)
         if not isinstance(dtype, torch.dtype) or dtype not in PRECISIONS.values():
             raise ValueError(
-                f"{short(value)} is no precision for module {module_rules.describe(key)}; expected torch.float32, "
+                f"{short(value)} is not a precision for module {module_rules.describe(key)}; expected torch.float32, "
                 f"torch.bfloat16, torch.float16, a name among {', '.join(PRECISIONS)}, or a Policy"
                 f"{_rules_in_a_policy(value, self.device_type)}"
             )

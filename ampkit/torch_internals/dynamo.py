@@ -28,7 +28,7 @@ tracing = torch.compiler.is_dynamo_compiling
 
 
 def dynamo_skip(function: F) -> F:
-    """Decorator: Dynamo traces `function` into its caller, but compiles neither it nor what it calls by itself.
+    """Decorator: Dynamo traces `function` into its caller, but compiles neither it nor its callees alone.
 
     After a graph break inside a region, Dynamo resumes frame by frame, and must not compile entering, casting and
     leaving.

@@ -2,7 +2,7 @@
 
 `on_both` runs a call on the CPU in torch.amp's region and in ampkit's and compares the results to the bit; on CUDA,
 `on_fake_cuda` compares dtypes, as torch.amp's own kernels for CUDA answer to fake tensors. Every registered operator is
-walked through in `policy/test_op_registry.py` and `parity/test_op_db.py`; here are the cases at the edges.
+compared in `policy/test_op_registry.py` and `parity/test_op_db.py`; here are the special cases.
 """
 
 import pytest
@@ -109,7 +109,7 @@ def test_banned():
 
 
 def test_default_policy_adds_to_the_list_of_torch():
-    """`exp2`, `logaddexp`, `lerp` and their kin, which torch.amp forgets on CUDA."""
+    """`exp2`, `logaddexp`, `lerp` and similar operators, which torch.amp forgets on CUDA."""
     with FakeTensorMode(), autocast("cuda:0"):
         assert torch.exp2(cuda(4)).dtype is FP32
         assert torch.logaddexp(cuda(4), cuda(4)).dtype is FP32
@@ -195,7 +195,7 @@ def test_recurrent_layers(layer, native):
     assert under_default(call).dtype is BF16
 
 
-# Numbers in the place of tensors, names
+# Numbers in the place of tensors, named tensors
 
 
 ARITHMETIC = {

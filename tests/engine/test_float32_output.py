@@ -47,20 +47,20 @@ def test_results_are_float32_products_of_rounded_operands(name: str, dtype: torc
     want = call(*(each.to(dtype).float() for each in (X, W, B)))
     results = []
     for policy in (POLICY, LOWER):
-        given = [each.clone().requires_grad_() for each in (X, W, B)]
+        operands = [each.clone().requires_grad_() for each in (X, W, B)]
         with autocast("cpu", dtype, policy=policy):
-            y = call(*given)
+            y = call(*operands)
         y.backward(torch.ones_like(y))
-        results.append((y, *(torch.zeros(()) if each.grad is None else each.grad for each in given)))
+        results.append((y, *(torch.zeros(()) if each.grad is None else each.grad for each in operands)))
     ours, lower = results
     assert ours[0].dtype is torch.float32
     torch.testing.assert_close(ours[0], want, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(ours[0], lower[0].float())      # which was rounded
+    assert not torch.equal(ours[0], lower[0].float()), "the result was rounded to 16 bits"
     for found, wanted in zip(ours[1:], lower[1:], strict=True):
         torch.testing.assert_close(found, wanted, rtol=0 if has_bits else 0.02, atol=0 if has_bits else 0.02)
 
 
-def test_what_is_not_lowered_is_left_alone_and_other_operators_refuse() -> None:
+def test_ineligible_tensors_are_left_alone_and_other_operators_refuse_the_rule() -> None:
     with autocast("cpu", BF16, policy=POLICY):
         assert F.linear(X.double(), W.double()).dtype is torch.float64
         assert torch.mm(torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64)).dtype is torch.int64
@@ -122,11 +122,11 @@ def test_the_head_of_a_model_with_tied_weights() -> None:
     assert [(call.rule.name, call.cached) for call in calls] == [("LOWER", 0), ("LOWER_FLOAT32_OUT", 0), ("LOWER", 1)]
     assert {dtype for call in calls for dtype in call.computed_in} == {BF16}
     want, lower = (step(model, x, grad, autocast("cpu", BF16, policy=each)) for each in (policy, LOWER))
-    assert all(map(torch.equal, want[1:], lower[1:]))
+    torch.testing.assert_close(want[1:], lower[1:], rtol=0, atol=0)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.warns(UserWarning, match="global hooks"):       # torch's, of rules for modules
         found = step(compiled, x, grad, autocast("cpu", BF16, policy=policy))
-    assert all(map(torch.equal, found, want))
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
 def test_backward_in_a_region_and_of_itself() -> None:

@@ -1,4 +1,4 @@
-"""Kernels written for one operator: they do what the general kernel does, to the bit, and say what they do."""
+"""Generated handlers: they compute what the general handler computes, to the bit. The module shows one in full."""
 
 import sys
 from collections.abc import Callable
@@ -25,15 +25,15 @@ DEFAULT = Policy.default("cpu").with_rules({"aten::batch_norm": "float32"})     
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.filterwarnings("ignore")       # torch warns once in a process
 def test_every_sample_comes_out_the_same_in_both_ways(policy: Policy, dtype: torch.dtype) -> None:
-    """While its casts are recorded, a region has the general kernel for every operator."""
+    """While its casts are recorded, a region has the general handler for every operator."""
     calls = [call for call in op_db_calls(dtype, 2) if "empty" not in call.name]
     volumes, rows = torch.randn(2, 2, 2, 2, 2, dtype=dtype), torch.randn(3, 4, dtype=dtype)
     calls += [Call("conv3d", F.conv3d, (volumes, volumes), {}), Call("lerp", torch.lerp, tuple(rows), {})]
     want = [run(call, region(policy, BF16), backward="outside") for call in calls]
     with record_casts(check_integers=False) as record:
         got = [run(call, region(policy, BF16), backward="outside") for call in calls]
-    found = {call.name: difference(*pair) for call, *pair in zip(calls, want, got, strict=True)}
-    assert not {name: text for name, text in found.items() if text}
+    differences = {call.name: difference(*pair) for call, *pair in zip(calls, want, got, strict=True)}
+    assert {name: text for name, text in differences.items() if text} == {}
     assert len(calls) > 900
     assert policy is not DEFAULT or {f"aten::{name}" for name in BOUND_NAMES} <= {call.op for call in record.calls}
 
@@ -43,7 +43,7 @@ def test_bindings_are_found() -> None:
 
 
 def test_an_operator_of_another_policy_goes_on_below() -> None:
-    """Both policies have kernels in this process; the one without a rule leaves the operator as torch.amp does."""
+    """Both policies have entries in this process; the one without a rule leaves the operator as torch.amp does."""
     x = torch.randn(4, 4, dtype=BF16, requires_grad=True)
     with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::softmax.int": "float32"})):
         assert torch.softmax(x, -1).dtype is FP32
@@ -59,7 +59,7 @@ def test_an_operator_of_another_policy_goes_on_below() -> None:
 
 
 def python_of(call: Callable[[], Any]) -> list[str]:
-    """The files of ampkit whose functions a call enters, in order."""
+    """The files of ampkit whose functions a call enters, in order; generated functions have names for files."""
     called = []
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
     try:
@@ -79,14 +79,14 @@ def test_no_python_runs_for_operators_that_only_ampkit_lists() -> None:
 
 
 def test_a_disabled_region_calls_the_operator_at_once() -> None:
-    """For plain tensors, by one function of Python; what is written in terms of others takes none for its parts."""
+    """For plain tensors, by one function of Python; the parts of a composite take none."""
     x, w = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
     with autocast("cpu"), torch.autocast("cpu", enabled=False):
         F.linear(x, w)
         assert python_of(lambda: F.linear(x, w)) == ["<ampkit dispatch>", "<ampkit aten::linear LOWER>"]
 
 
-def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> None:
+def test_ctrl_c_after_any_call_of_a_handler_leaves_the_keys_as_they_were() -> None:
     """Python runs a signal's handler as a C function returns: here at every one of them."""
     x, w = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
     keys = dispatcher.KEY, dispatcher.autocast_key("cpu")
@@ -114,7 +114,7 @@ def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> Non
         torch.mm(x, w)
         n = 1
         while interrupted(n):
-            assert not any(map(dispatcher.is_excluded, keys)), f"at call {n} of the kernel"
+            assert [dispatcher.is_excluded(key) for key in keys] == [False, False], f"at call {n} of the handler"
             n += 1
         assert n > 8
         assert torch.mm(x, w).dtype is BF16
@@ -127,14 +127,14 @@ def test_promotion_in_a_float32_region_widens_to_float32(generated: bool, monkey
     monkeypatch.setattr("ampkit.region.stack._uncached_modes", {})
     low, wide = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
     spec = RegionSpec("cpu", torch.float32, True, False, Policy.torch("cpu"))
-    for given in ([low, low], [low, wide], [wide, wide]):
+    for operands in ([low, low], [low, wide], [wide, wide]):
         with autocast._of(spec):
-            found = torch.stack(given)
+            ours = torch.stack(operands)
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", torch.float32)
         try:
-            wanted = torch.stack(given)
+            expected = torch.stack(operands)
         finally:
             torch.set_autocast_enabled("cpu", False)
             torch.set_autocast_dtype("cpu", torch.bfloat16)
-        assert found.dtype is wanted.dtype is torch.float32
+        assert (ours.dtype, expected.dtype) == (torch.float32, torch.float32)

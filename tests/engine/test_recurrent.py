@@ -18,7 +18,7 @@ layers = pytest.mark.parametrize("make", LAYERS, ids=["LSTM", "GRU", "RNN", "RNN
 
 
 def first(result):
-    """The output of a layer or cell, whatever it comes with."""
+    """The output of a layer or cell, without its state; of a packed sequence, the data."""
     result = result[0] if isinstance(result, tuple) else result
     return result.data if hasattr(result, "batch_sizes") else result
 
@@ -33,7 +33,7 @@ PACKED = pack_padded_sequence(X, torch.tensor([5, 3]))
     (nn.GRU(4, 3, num_layers=2, bidirectional=True), (PACKED,)),
 ], ids=["with a state", "packed", "packed GRU"])
 def test_states_and_packed_sequences(layer, args):
-    """As `test_recurrent_layers` of `test_autocast_casting` has it of plain calls; gradients are float32's, nearly."""
+    """Plain calls are in `test_recurrent_layers` of `test_casting`; gradients are close to float32's."""
     results = []
     for region in (autocast("cpu"), contextlib.nullcontext()):
         with region:
@@ -85,8 +85,8 @@ def test_layout_is_asked_for_as_the_module_asks(monkeypatch, make, packed, optio
     )
 
 
-def test_a_wrong_dtype_in_an_island_is_refused():
-    """torch's own check asks whether autocast is on anywhere; in torch's disabled regions a policy's mark answers."""
+def test_a_wrong_dtype_in_a_disabled_region_is_refused():
+    """torch's own check asks whether autocast is on for any device; in torch's disabled regions the mark counts."""
     layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4, dtype=FP16)
     marked = autocast("cpu", policy=Policy.torch("cpu").with_rules({"gelu": "keep"}))
     for outer, region, error, message in (
@@ -114,7 +114,7 @@ def test_cudnn_neither_warns_nor_changes_values(make, packed, dtype):
         torch.testing.assert_close(out.float(), first(layer(x)), rtol=0.03, atol=0.03)
         out.float().sum().backward()
     assert cache.info().misses == 8
-    assert all(p.grad.dtype is FP32 for p in layer.parameters())
+    assert {p.grad.dtype for p in layer.parameters()} == {FP32}
 
 
 @pytest.mark.gpu

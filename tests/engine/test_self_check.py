@@ -1,4 +1,4 @@
-"""A torch that is not tested: what regions try out by themselves, and what still works where they do not."""
+"""The self check of regions in an unknown torch, and everything that works without regions."""
 
 import os
 import re
@@ -26,10 +26,10 @@ SENTENCE = (
 )
 
 
-# What stands in the place of one of torch's functions while the check is made.
+# For each message, a function of torch and what replaces it during the check.
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "an operator with a rule does not compute with what the region casts": ("mm", lambda a, b: a * b),
-    "what the region casts is not differentiated": (
+    "an operator with a rule does not compute with the casts of the region": ("mm", lambda a, b: a * b),
+    "the casts of a region are not differentiated": (
         "mm", lambda a, b: torch.matmul(*(each.detach().bfloat16().requires_grad_() for each in (a, b)))
     ),
     "an operator without a rule does not fall through the region": ("neg", torch.Tensor.detach),
@@ -42,7 +42,7 @@ def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: 
     assert self_check.fault() is None
     self_check.once.cache_clear()
     monkeypatch.setattr(torch, *FAULTS[fault])
-    for _ in range(2):      # it does not work the second time either; a cache of its own, so that it makes a mode
+    for _ in range(2):      # the second time fails too; with a new cache, so that the region makes a mode
         with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu", cache=WeightCache()):
             pytest.fail("the region was entered")
 
@@ -51,7 +51,7 @@ def test_the_callers_modes_and_threads_do_not_matter() -> None:
     """Nor does the check touch them: it runs in a thread of its own, which ends."""
     with FakeTensorMode(), torch.inference_mode(), torch.device("meta"), torch.autocast("cpu"), autocast("cpu"):
         assert self_check.fault() is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ampkit")]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ampkit")] == []
 
 
 MISSING = """
@@ -126,7 +126,7 @@ def test_the_page_of_versions_is_made_from_the_runs() -> None:
     page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     assert make["with_row"](page) == page, "run: make matrix"
     rows = [row for row in page.splitlines() if row.startswith("| 2")]
-    assert not [row for row in rows if row.split(" | ")[4] != "0"]
+    assert [row for row in rows if row.split(" | ")[4] != "0"] == []
     supported = re.search(r"VERSIONS = \((.*)\)", (ROOT / "noxfile.py").read_text(encoding="utf-8"))
     assert supported is not None
     missing = {version.strip('" ') for version in supported[1].split(",")} - {row[2:].partition("+")[0] for row in rows}

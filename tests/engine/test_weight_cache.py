@@ -1,4 +1,4 @@
-"""The weight caches: what is kept, for how long, and that it is never stale.
+"""Weight caches: which casts are kept, for how long, and that they are never stale.
 
 Copies are counted by the profiler, with a low-precision input so that only the weight needs one; a dispatch mode that
 counted them would keep the cache from being used.
@@ -51,7 +51,7 @@ def kept(leaf, between=lambda: None) -> bool:
     return cache.info().hits == 1
 
 
-# What is kept
+# Which casts are kept
 
 
 LEAVES = {
@@ -82,7 +82,7 @@ def test_frozen_parameters_are_cast_once_with_a_cache_of_ones_own():
 
 
 @both
-def test_what_ends_a_cast_amid_a_region(region):
+def test_events_that_end_a_cast_inside_a_region(region):
     """A region without a cache inside makes its own, leaving an inner one ends nothing, clearing ends all."""
     clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
 
@@ -97,7 +97,7 @@ def test_what_ends_a_cast_amid_a_region(region):
 
 
 def test_inference_mode():
-    """Nothing is kept there; a user-provided cache is used for it too, and gradients after it still flow."""
+    """No cast is kept there; a user-provided cache is used there too, and gradients after it still flow."""
     use = functools.partial(torch.mm, X, weight())
     without_grad, inside = torch.no_grad()(use), torch.inference_mode()(use)
     regions = torch.autocast("cpu"), autocast("cpu"), autocast("cpu", cache=WeightCache())
@@ -127,9 +127,9 @@ def test_write_inside_a_region_is_seen(write, seen):
         with region("cpu"):
             torch.mm(X, leaf)
             alias = write(leaf)
-            assert torch.mm(X, leaf)[0, 0] == expected
+            assert torch.mm(X, leaf)[0, 0].item() == expected
             clear()
-            assert torch.mm(X, leaf)[0, 0] == 8
+            assert torch.mm(X, leaf)[0, 0].item() == 8
         del alias
 
 
@@ -202,7 +202,7 @@ def test_gradients_arrive_as_backward_passes_the_layers_in_every_micro_batch():
 
 @pytest.mark.parametrize("cache", [None, WeightCache()])
 def test_sparse_weights_are_cast_at_each_use(cache):
-    """They have no address to compare. Backward of the cast is torch's, which cannot do it, under torch.amp either."""
+    """They have no address to compare. torch cannot run backward of the cast, under torch.amp either."""
     sparse = torch.eye(4).to_sparse().requires_grad_()
     with autocast("cpu", cache=cache):
         product = torch.mm(sparse, torch.full((4, 2), 3.0))
@@ -241,7 +241,7 @@ def test_a_step_frees_every_cast_of_an_open_region():
         assert alive() is None
 
 
-# Where it stands aside
+# Operators for which the cache is not used
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
@@ -255,7 +255,7 @@ def test_recordings_get_their_own_casts():
         torch.func.vmap(lambda x: torch.mm(X, x))(torch.stack([leaf.detach()] * 2))
         gradient = torch.func.grad(lambda w: torch.mm(X, w).float().sum())(leaf)
         traced = torch.jit.trace(lambda w: torch.mm(X, w), (leaf,), check_trace=False)
-    assert any("_to_copy" in line for line in log)
+    assert "_to_copy" in "\n".join(log)
     assert torch.equal(gradient, torch.full((4, 4), 2.0))
     assert cache.info() == CacheInfo(1, 32, 0, 1)
     assert traced(leaf).dtype is BF16
@@ -314,7 +314,7 @@ def test_a_kept_cast_that_gets_no_gradient_gives_none():
 
 
 def test_replaced_storage_is_freed_at_once():
-    """As ZeRO and offloading rely on. Memory at the same address is another then: here one buffer of two storages."""
+    """As ZeRO and offloading rely on. The address may be used again by another storage: here one buffer of two."""
     memory, leaf = bytearray(64), weight()
     with autocast("cpu"), torch.no_grad():
         for number in (1.0, 2.0):
@@ -323,7 +323,7 @@ def test_replaced_storage_is_freed_at_once():
             leaf.data = torch.empty(0)
             assert storage() is None
             leaf.data = torch.frombuffer(memory, dtype=torch.float32).fill_(number).view(4, 4)
-            assert torch.mm(X, leaf)[0, 0] == 4 * number
+            assert torch.mm(X, leaf)[0, 0].item() == 4 * number
 
 
 def test_each_weight_is_cast_once_per_optimizer_step():
@@ -338,7 +338,8 @@ def test_each_weight_is_cast_once_per_optimizer_step():
             loss.backward()
         if n % 8 == 7:
             assert cache.info() == CacheInfo(4, 2 * (32 + 8 + 32 + 4), 28 * (n // 8 + 1), 4 * (n // 8 + 1))
-            assert all(torch.equal(a.grad, b.grad) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True))
+            gradients = [[p.grad for p in model.parameters()] for model in (ours, theirs)]
+            torch.testing.assert_close(*gradients, rtol=0, atol=0)
             optimizer.step()
             assert cache.info().entries == 0
             theirs.load_state_dict(ours.state_dict())
@@ -365,7 +366,7 @@ def test_kept_cast_has_a_history_where_autograd_records_and_nowhere_else(mode):
 @pytest.mark.parametrize("policy", ["torch", "default"])
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
 def test_a_weight_that_a_transformed_function_captures(transform, policy):
-    """In later regions as in the first, where the cast is made."""
+    """In later regions the results are those of the first, where the cast is made."""
     leaf, cache = weight(), WeightCache()
 
     def function(row):
@@ -376,18 +377,18 @@ def test_a_weight_that_a_transformed_function_captures(transform, policy):
             return torch.func.jvp(function, (X[0],), (X[1],))[1]
         return torch.func.vmap(function)(X) if transform == "vmap" else torch.func.grad(function)(X[0])
 
-    found = []
-    for given in (None, cache, cache, cache):
-        with autocast("cpu", policy=policy, cache=given):
+    results = []
+    for region_cache in (None, cache, cache, cache):
+        with autocast("cpu", policy=policy, cache=region_cache):
             result = call()
-        found.append((result, *torch.autograd.grad(result.sum(), leaf)))
-    for again in found[1:]:
-        assert all(map(torch.equal, again, found[0]))
+        results.append((result, *torch.autograd.grad(result.sum(), leaf)))
+    for later in results[1:]:
+        torch.testing.assert_close(later, results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("which", ["outer", "inner"])
 def test_a_cache_in_nested_regions(which):
-    """The outer one's serves inside; after an inner one with a cache of its own, the outer has it no longer."""
+    """An inner region uses the outer one's cache. An inner region's own cache is not used outside."""
     leaf, cache = weight(), WeightCache()
     with autocast("cpu", cache=cache if which == "outer" else None):
         for _ in range(2):
@@ -399,7 +400,7 @@ def test_a_cache_in_nested_regions(which):
 
 
 def test_weights_whose_memory_others_have_are_recast_in_each_region():
-    """Whoever shares it can write without a version counter knowing."""
+    """Others who share the memory can write to it without incrementing a version counter."""
     for leaf in (weight(), weight(False)):
         assert kept(leaf)
         alias = leaf.detach()
@@ -426,7 +427,7 @@ DATA: dict[str, Callable[[Any], Any]] = {       # how adapters are merged, and a
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("write", DATA.values(), ids=DATA)
 def test_writes_through_data_are_seen_between_regions(write: Callable[[Any], Any], trained: bool) -> None:
-    """By every cache that has a cast, whatever has used the weight since."""
+    """By every cache that has a cast of the parameter, also after other uses of it."""
     leaf, caches = weight(trained), [WeightCache(), WeightCache()]
     for dtype in (BF16, FP16):
         for cache in caches:
@@ -444,14 +445,14 @@ def test_writes_through_data_are_seen_between_regions(write: Callable[[Any], Any
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_write_through_data_in_an_open_region(trained: bool) -> None:
-    """torch.amp's own cast of a trained weight goes on, in that region alone; frozen ones it casts at each use."""
+    """There the cast of a trained weight stays in use, as in torch.amp, which casts frozen ones at each use."""
     leaf, cache = weight(trained), WeightCache()
     with autocast("cpu", cache=cache):
         torch.mm(X, leaf)
         leaf.data.fill_(2.0)
-        assert torch.mm(X, leaf)[0, 0] == (4 if trained else 8)
+        assert torch.mm(X, leaf)[0, 0].item() == (4 if trained else 8)
     with autocast("cpu", cache=cache):
-        assert torch.mm(X, leaf)[0, 0] == 8
+        assert torch.mm(X, leaf)[0, 0].item() == 8
 
 
 def test_an_alias_older_than_the_cast_and_gone_with_the_region() -> None:
@@ -462,11 +463,11 @@ def test_an_alias_older_than_the_cast_and_gone_with_the_region() -> None:
         alias.fill_(2.0)
         del alias
     with autocast("cpu", cache=cache):
-        assert torch.mm(X, leaf)[0, 0] == 8
+        assert torch.mm(X, leaf)[0, 0].item() == 8
 
 
-def test_data_is_what_it_was_to_everybody_else() -> None:
-    """The property that watches reads of it passes on all that torch's does, in compiled code too."""
+def test_parameter_data_behaves_as_torchs() -> None:
+    """The property that reports reads of `.data` does all that torch's does, in compiled code too."""
     leaf, cache = weight(), WeightCache()
     assert type(leaf.data) is Tensor
     assert (leaf.data.data_ptr(), leaf.data.requires_grad) == (leaf.data_ptr(), False)
@@ -487,11 +488,11 @@ def test_data_is_what_it_was_to_everybody_else() -> None:
         torch.mm(X, leaf)
     assert torch.equal(doubled(leaf), torch.full((4, 4), 2.0))
     with autocast("cpu", cache=cache):
-        assert torch.mm(X, leaf)[0, 0] == 8
+        assert torch.mm(X, leaf)[0, 0].item() == 8
 
 
 def test_any_collective_ends_keeping():
-    """None of them moves a version, and each may have written to any weight."""
+    """None of them increments a version counter, and each may have written to any weight."""
     leaf = weight()
     assert not kept(leaf, lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1))
     try:
@@ -505,13 +506,13 @@ def test_any_collective_ends_keeping():
     assert kept(leaf)
 
 
-def test_a_cache_says_what_it_holds_and_its_copies_start_empty():
+def test_a_cache_reports_its_contents_and_its_copies_start_empty():
     cache, leaf = WeightCache(), weight()
     with autocast("cpu", cache=cache):
         torch.mm(X, leaf)
     assert repr(cache) == "WeightCache(): CacheInfo(entries=1, bytes=32, hits=0, misses=1)"
-    for other in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
-        assert other.info() == CacheInfo(0, 0, 0, 0)
+    for copied in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+        assert copied.info() == CacheInfo(0, 0, 0, 0)
     cache.clear()
     assert cache.info() == CacheInfo(0, 0, 0, 1)
 
@@ -528,7 +529,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def is_right(leaf: Tensor) -> bool:
-    """Whether the region that is open uses a weight's cast of now."""
+    """Whether the open region uses a cast of the weight's present values."""
     return torch.equal(torch.mm(EYE, leaf).detach(), leaf.detach().to(BF16))
 
 

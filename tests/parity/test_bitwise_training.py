@@ -20,7 +20,7 @@ def test_backward_inside_the_region_has_torchs_bits(name: str) -> None:
 
 
 def test_accumulation_with_a_lasting_cache_has_torchs_bits() -> None:
-    """Casts kept over the micro-batches of a step are the ones torch makes again for each."""
+    """Casts kept over the micro-batches of a step equal those that torch makes again for each."""
     case, cache = CASES["decoder"], WeightCache()
     trains_as_torch(case.build, case.loss_of, cache=cache, steps=20, micro_batches=4)
     assert cache.info().hits > 2 * cache.info().misses

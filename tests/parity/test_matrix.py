@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """The gradients of a model's parameters, those without one left out."""
+    """The gradients of the parameters of a model that have one."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -69,9 +69,9 @@ def weights() -> tuple[Tensor, Tensor, Tensor]:
 def run(program: Program, region: Region) -> list[Tensor]:
     """Every tensor in a program's answer, from the same seed."""
     torch.manual_seed(0)
-    found = [leaf.detach() for leaf in tree_leaves(program(region)) if isinstance(leaf, Tensor)]
-    assert found, "the program returned nothing to compare"
-    return found
+    tensors = [leaf.detach() for leaf in tree_leaves(program(region)) if isinstance(leaf, Tensor)]
+    assert tensors, "the program returned nothing to compare"
+    return tensors
 
 
 # --- autograd: grad modes, double backward, hooks
@@ -265,18 +265,18 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], 
 
 @program
 def transforms(region: Region) -> Any:
-    """Each with the region inside, and around it."""
+    """Each transform with the region inside it, and around it."""
 
     def function(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
         with region():
             return loss_of(w, v, x)
 
-    found, (x, w, v) = [], weights()
+    results, (x, w, v) = [], weights()
     for transform in TRANSFORMS.values():
-        found.append(transform(function, w, v, x))
+        results.append(transform(function, w, v, x))
         with region():
-            found.append(transform(loss_of, w, v, x))
-    return found
+            results.append(transform(loss_of, w, v, x))
+    return results
 
 
 # --- what counts operators
@@ -292,26 +292,26 @@ def counted_flops(region: Region) -> Any:
     return torch.tensor([around.get_total_flops(), inside.get_total_flops()])
 
 
-# --- what holds of each
+# --- what is checked of each program
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_have_torchs_bits(program: Program) -> None:
     expected, got = run(program, native), run(program, ours)
-    assert [value.dtype for value in got] == [value.dtype for value in expected]
+    assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in expected]
     different = [index for index, pair in enumerate(zip(got, expected, strict=True)) if not torch.equal(*pair)]
-    assert not different, f"values {different} of {len(got)} differ"
+    assert not different, f"tensors {different} of {len(got)} differ"
     assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_under_the_default_policy_stay_near_float32(program: Program) -> None:
     """Up to bfloat16's error."""
-    for value, wanted in zip(run(program, default), run(program, contextlib.nullcontext), strict=True):
-        assert value.shape == wanted.shape
-        if wanted.is_floating_point():
-            error = (value.double() - wanted.double()).norm()
-            assert error <= 0.06 * wanted.double().norm() + 1e-3, (value, wanted)
+    for got, exact in zip(run(program, default), run(program, contextlib.nullcontext), strict=True):
+        assert got.shape == exact.shape
+        if exact.is_floating_point():
+            error = (got.double() - exact.double()).norm()
+            assert error <= 0.06 * exact.double().norm() + 1e-3, (got, exact)
 
 
 def test_vmap_over_models_is_the_loop_over_models() -> None:
@@ -355,7 +355,7 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_dispatch_modes_see_what_runs(outside: bool) -> None:
-    """A mode of the user's, whichever side of the region, sees casts and low-precision operators below autograd."""
+    """A user's mode, inside or outside the region, sees casts and low-precision operators below autograd."""
     x, w = torch.randn(4, 6), torch.randn(3, 6, requires_grad=True)
 
     def calls(region: Region) -> list[Any]:
@@ -390,6 +390,6 @@ def test_make_fx_records_the_casts(tracing: Any, pre_dispatch: bool) -> None:
         got = traced(x, w, v)
         assert got.dtype is torch.float32
         assert torch.equal(got, expected)
-        asked_for = [value for node in traced.graph.nodes for value in (*node.args, *node.kwargs.values())]
-        assert asked_for.count(torch.bfloat16) >= 3, traced.code
+        arguments = [argument for node in traced.graph.nodes for argument in (*node.args, *node.kwargs.values())]
+        assert arguments.count(torch.bfloat16) >= 3, traced.code
     assert not torch.is_autocast_enabled("cpu")

@@ -25,13 +25,13 @@ def repeatable(dtype: torch.dtype, limit: int) -> Iterator[Call]:
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
 def test_cpu_results_equal_torch_amp_to_the_bit(dtype: torch.dtype) -> None:
     policy, seen, wrong = Policy.torch("cpu"), 0, []
-    for given in (torch.float32, dtype):
-        for call in repeatable(given, 3):
+    for input_dtype in (torch.float32, dtype):
+        for call in repeatable(input_dtype, 3):
             want = run(call, torch.autocast("cpu", dtype))
             got = run(call, region(policy, dtype))
             seen += not isinstance(want, Exception)
-            if found := difference(want, got):
-                wrong.append(f"{call.name}: {found}")
+            if text := difference(want, got):
+                wrong.append(f"{call.name}: {text}")
     assert not wrong, "\n".join(wrong)
     assert seen > 2500
 
@@ -43,8 +43,8 @@ def test_cpu_gradients_equal_torch_amp_to_the_bit(backward: Any) -> None:
         want = run(call, torch.autocast("cpu", torch.bfloat16), backward=backward)
         got = run(call, region(policy, torch.bfloat16), backward=backward)
         seen += not isinstance(want, Exception)
-        if found := difference(want, got):
-            wrong.append(f"{call.name}: {found}")
+        if text := difference(want, got):
+            wrong.append(f"{call.name}: {text}")
     assert not wrong, "\n".join(wrong)
     assert seen > 900
 
@@ -52,23 +52,23 @@ def test_cpu_gradients_equal_torch_amp_to_the_bit(backward: Any) -> None:
 def test_cuda_gives_the_dtypes_torch_amp_gives() -> None:
     """On fake tensors. Other absent devices differ in their lists alone, which policy/test_op_registry.py compares."""
     device, policy, seen, wrong = "cuda", Policy.torch("cuda"), 0, []
-    for given in (torch.float32, torch.float16):
-        for call in op_db_calls(given, limit=1):
+    for input_dtype in (torch.float32, torch.float16):
+        for call in op_db_calls(input_dtype, limit=1):
             want = run_fake(call, device, native(device, torch.float16))
             got = run_fake(call, device, region(policy, torch.float16))
             seen += not isinstance(want, Exception)
-            if found := difference(want, got):
-                wrong.append(f"{call.name}: {found}")
+            if text := difference(want, got):
+                wrong.append(f"{call.name}: {text}")
     assert not wrong, "\n".join(wrong)
     assert seen > 1000
 
 
 @pytest.mark.parametrize(("dtype", "backward"), [(torch.bfloat16, "outside"), (torch.float16, "inside")], ids=str)
-def test_the_default_policy_runs_whatever_torch_amp_runs(dtype: torch.dtype, backward: Any) -> None:
+def test_the_default_policy_runs_everything_that_torch_amp_runs(dtype: torch.dtype, backward: Any) -> None:
     """Rules on top of torch's must not send an operator, or its derivative, to a dtype it has no kernel for."""
     policy, seen, wrong = Policy.default("cpu"), 0, []
-    for given in (torch.float32, dtype):
-        for call in op_db_calls(given, limit=2):
+    for input_dtype in (torch.float32, dtype):
+        for call in op_db_calls(input_dtype, limit=2):
             if isinstance(run(call, torch.autocast("cpu", dtype), backward=backward), Exception):
                 continue
             seen += 1
@@ -92,8 +92,8 @@ ONLY_FLOAT32_ON_CPU = {
 
 def test_the_default_policy_gives_the_same_dtypes_on_cpu_and_cuda() -> None:
     cpu, cuda, seen, apart = Policy.default("cpu"), Policy.default("cuda"), 0, {}
-    for given in (torch.float32, torch.bfloat16):
-        for call in op_db_calls(given, limit=2):
+    for input_dtype in (torch.float32, torch.bfloat16):
+        for call in op_db_calls(input_dtype, limit=2):
             here = run(call, region(cpu, torch.bfloat16))
             there = run_fake(call, "cuda", region(cuda, torch.bfloat16))
             if isinstance(here, Exception) or isinstance(there, Exception):
@@ -105,4 +105,4 @@ def test_the_default_policy_gives_the_same_dtypes_on_cpu_and_cuda() -> None:
                 apart[call.name.split()[0]] = f"{call.name}: {ours} on CPU, {theirs} on CUDA"
     assert seen > 1500
     assert not set(apart) - ONLY_FLOAT32_ON_CPU, "\n".join(apart.values())
-    assert apart, "torch's CPU list sends some to float32 that CUDA's does not: the comparison is blind"
+    assert apart, "torch's CPU list sends some operators to float32 that CUDA's does not; this comparison sees none"

@@ -92,7 +92,7 @@ CHECKPOINTS = ("checkpoint", "reentrant")
 
 
 class Program:
-    """Operators and the tensors each is given, by number: leaves and inputs first, then results."""
+    """Operators with the numbers of the tensors that each gets: leaves and inputs first, then results."""
 
     def __init__(self, seed: int) -> None:
         draw = self.draw = random.Random(seed)
@@ -180,8 +180,8 @@ class Program:
         if self.transform == "vmap":
             return vmap(lambda row: body(leaves, row))(torch.stack([x, x * 2]))[1]
         if self.transform == "grad":
-            found = grad(lambda leaf, x: body((leaf, *rest), x).sum(), (0, 1))(leaves[0], x)
-            return found[0] + found[1]
+            of_leaf, of_x = grad(lambda leaf, x: body((leaf, *rest), x).sum(), (0, 1))(leaves[0], x)
+            return of_leaf + of_x
         if self.transform == "jvp":
             return sum(jvp(lambda x: body(leaves, x), (x,), (x.detach().cos(),)), torch.zeros(()))
         if self.transform == "vmap_of_grad":
@@ -191,19 +191,19 @@ class Program:
 
 
 def check(program: Program) -> bool:
-    """Compare a program's bits; False where torch.amp refuses it: mixed 16-bit types, no batching rule, inference."""
+    """Compare a program's bits; False if torch.amp refuses it: mixed 16-bit types, no batching rule, inference."""
     try:
         expected = program.run(native)
     except RuntimeError:
         return False
-    # The second time with the kernels that handle any operator, which a region has while its casts are recorded.
+    # The second time with the general handlers, which a region has while its casts are recorded.
     for around in (contextlib.nullcontext, record_casts):
         try:
             with around():
-                found = program.run(ours)
+                got = program.run(ours)
         except RuntimeError as error:
             raise AssertionError(f"only ours raises, {around.__name__}: {program!r}") from error
-        for n, (a, b) in enumerate(zip(expected, found, strict=True)):
+        for n, (a, b) in enumerate(zip(expected, got, strict=True)):
             assert a.dtype is b.dtype
             a, b = a.nan_to_num(7.0), b.nan_to_num(7.0)
             near = n > 0 and program.may_share_other_casts and (a - b).norm() <= 0.02 * a.norm()

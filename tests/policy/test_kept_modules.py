@@ -1,4 +1,4 @@
-"""`Policy.keep_in_fp32`: what a model of transformers wants kept in float32, as rules for its modules."""
+"""`Policy.keep_in_fp32`: the modules that a model of transformers asks to keep in float32, as rules for modules."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ PLAIN = Policy.default("cpu")
 
 
 class Wanting(nn.Module):
-    """A model with wishes, as transformers' have them."""
+    """A model with the attributes of transformers' models that ask for modules in float32."""
 
     def __init__(self, wanted: Any = None, strictly: Any = None) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Wanting(nn.Module):
         self._keep_in_fp32_modules, self._keep_in_fp32_modules_strict = wanted, strictly
 
 
-def found(model: nn.Module, dtype: Any) -> list[str]:
+def kept_paths(model: nn.Module, dtype: Any) -> list[str]:
     return [path for rule in PLAIN.keep_in_fp32(model, dtype).check().rules for path in rule.modules]
 
 
@@ -43,16 +43,16 @@ def found(model: nn.Module, dtype: Any) -> list[str]:
     (["base"], []), ([], []), (None, []),
 ])
 def test_patterns_find_modules(wanted: Any, modules: list[str]) -> None:
-    assert found(Wanting(wanted), "float16") == modules
-    assert found(Wanting(wanted), "bfloat16") == []
-    assert found(Wanting(None, wanted), torch.bfloat16) == found(Wanting(None, wanted), "fp16") == modules
+    assert kept_paths(Wanting(wanted), "float16") == modules
+    assert kept_paths(Wanting(wanted), "bfloat16") == []
+    assert kept_paths(Wanting(None, wanted), torch.bfloat16) == kept_paths(Wanting(None, wanted), "fp16") == modules
     inside = nn.ModuleDict({"wo": nn.Linear(4, 4), "model": Wanting(wanted)})
-    assert found(inside, "float16") == [f"model.{path}" for path in modules]
+    assert kept_paths(inside, "float16") == [f"model.{path}" for path in modules]
     peft = pytest.importorskip("peft", reason="it is in ampkit[dev]")
     model = peft.get_peft_model(
         Wanting(wanted), peft.LoraConfig(r=2, target_modules=["q", "gate"], modules_to_save=["wo"])
     )
-    assert [re.sub(r"base_model\.model\.|\.base_layer", "", path) for path in found(model, "float16")] == modules
+    assert [re.sub(r"base_model\.model\.|\.base_layer", "", path) for path in kept_paths(model, "float16")] == modules
 
 
 def test_the_policy_stays_data() -> None:

@@ -1,4 +1,4 @@
-"""What the default policy puts right: calls that torch.amp fails, or that differ between devices, and now work."""
+"""Corrections of the default policy: calls that raise under torch.amp, or differ between devices."""
 
 from collections.abc import Callable
 
@@ -55,12 +55,12 @@ def test_linear_algebra_takes_half_precision(name: str, dtype: torch.dtype) -> N
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_encoder_s_inference_path_takes_a_padding_mask() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
-    given, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
+    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
     with torch.no_grad():
-        exact = encoder(given, src_key_padding_mask=padding)
+        exact = encoder(x, src_key_padding_mask=padding)
         with torch.autocast("cpu", BF16), pytest.raises(RuntimeError, match="scalar type Float but found BFloat16"):
-            encoder(given, src_key_padding_mask=padding)
+            encoder(x, src_key_padding_mask=padding)
         with default():
-            got = encoder(given, src_key_padding_mask=padding)
+            got = encoder(x, src_key_padding_mask=padding)
     assert got.dtype is BF16
     torch.testing.assert_close(got.float()[1], exact[1], atol=5e-2, rtol=5e-2)

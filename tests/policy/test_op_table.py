@@ -1,4 +1,4 @@
-"""The table as data: names, folding, version spans, and what the default lists promise."""
+"""The operator lists as data: names, folding, version spans, and the promises of the default lists."""
 
 import runpy
 from pathlib import Path
@@ -26,17 +26,17 @@ def test_fold_leaves_out_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_listed_names_that_torch_lacks_are_left_out_with_one_warning() -> None:
-    """Of its own lists none are: a warning fails the other tests."""
+    """ampkit's lists have no such names: the warning would fail the other tests."""
     with pytest.warns(UserWarning, match=(
         r"does not have these operators of ampkit's lists, which are ignored: conv2d\.gone_overload, gone_from_torch\. "
         r"The lists are made for torch 2\.11 to 2\.15; `make operators` in a checkout compares them"
     )):
-        found = fold((Group(Rule.LOWER, "why", "mm gone_from_torch conv2d.gone_overload"),))
-    assert fold((Group(Rule.LOWER, "why", "mm gone_from_torch"),)) == found     # without another
-    assert [(op.name(), answer) for op, answer in found.items()] == [("aten::mm", (Rule.LOWER, "why"))]
+        layer = fold((Group(Rule.LOWER, "why", "mm gone_from_torch conv2d.gone_overload"),))
+    assert fold((Group(Rule.LOWER, "why", "mm gone_from_torch"),)) == layer     # without a second warning
+    assert [(op.name(), answer) for op, answer in layer.items()] == [("aten::mm", (Rule.LOWER, "why"))]
 
 
-# Fused kernels that the dense operators of other devices stand for.
+# Fused kernels, for which other devices have the dense operators.
 ONLY_CUDA = {
     "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_gru_cell",
     "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention",
@@ -44,7 +44,7 @@ ONLY_CUDA = {
 
 
 def test_default_does_on_every_device_what_it_does_on_cuda() -> None:
-    """But for rules of torch's own for that device."""
+    """Except for torch's own rules for the device."""
     def rules(groups: tuple[Group, ...]) -> dict[str, Rule]:
         return {op.name().removeprefix("aten::"): rule for op, (rule, _) in fold(groups).items()}
 
@@ -52,7 +52,7 @@ def test_default_does_on_every_device_what_it_does_on_cuda() -> None:
     cuda = rules(TORCH["cuda"]) | rules(DEFAULT_EXTRA["cuda"])
     for device in TORCH:
         ours, theirs = rules(DEFAULT_EXTRA[device]), rules(TORCH[device])
-        assert not [name for name, rule in ours.items() if theirs.get(name) is rule or rule is Rule.BANNED]
+        assert [name for name, rule in ours.items() if theirs.get(name) is rule or rule is Rule.BANNED] == []
         apart = {
             name for name, rule in cuda.items()
             if (theirs | ours).get(name) is not rule and (name in ours or name not in theirs)
@@ -67,4 +67,4 @@ def test_the_documents_say_what_the_table_says() -> None:
     text = (docs / "operators.md").read_text(encoding="utf-8")
     assert text == module["render"](), "run: python docs/make_operators.py"
     page = (docs / "policy.md").read_text(encoding="utf-8")
-    assert all(f"`{rule.name}`" in page for rule in Rule)
+    assert [rule.name for rule in Rule if f"`{rule.name}`" not in page] == []

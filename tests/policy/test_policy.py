@@ -1,6 +1,5 @@
 """Policies: layers, changes, errors that name the operator, and the way to a dict and back."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,7 +131,7 @@ def test_policy_is_left_as_it_was():
         ({"aten::mm": BF16}, ValueError, r"unknown rule torch\.bfloat16 .* Rule\.LOWER in the dtype of the region"),
     ],
 )
-def test_rules_that_mean_nothing(rules, error, message):
+def test_wrong_rules_are_refused(rules, error, message):
     with pytest.raises(error, match=message):
         Policy.default("cpu").with_rules(rules)
 
@@ -148,7 +147,7 @@ def test_questions_of_the_wrong_type():
     for wrong in ("model", nn.Linear):
         with pytest.raises(TypeError, match=r"check takes a model, .* or nothing; got "):
             policy.check(wrong)
-    with pytest.raises(KeyError, match=r"'aten::gelu' is no key; keys are .* policy\.rule_for takes any name"):
+    with pytest.raises(KeyError, match=r"'aten::gelu' is not a key; keys are .* policy\.rule_for takes any name"):
         policy.rules()["aten::gelu"]
     with pytest.raises(KeyError, match=r"'aten::relu' has no rule of its own"):
         policy.rules()[aten.relu.default]
@@ -178,16 +177,16 @@ def test_device_that_has_no_lists():
 
 
 def test_equality():
-    one = Policy.default("cpu").with_rules({"relu": "keep", "gelu": "lower"})
+    policy = Policy.default("cpu").with_rules({"relu": "keep", "gelu": "lower"})
     same = Policy.default("cpu").with_rules({"gelu": Rule.LOWER, aten.relu.default: Rule.KEEP})
-    assert one == same
-    assert len({one, same}) == 1
-    assert one != Policy.torch("cpu").with_rules({"relu": "keep", "gelu": "lower"})
-    assert one != Policy.default("cuda").with_rules({"relu": "keep", "gelu": "lower"})
-    assert one != "Policy"
+    assert policy == same
+    assert len({policy, same}) == 1
+    assert policy != Policy.torch("cpu").with_rules({"relu": "keep", "gelu": "lower"})
+    assert policy != Policy.default("cuda").with_rules({"relu": "keep", "gelu": "lower"})
+    assert policy != "Policy"
 
 
-def test_text_is_what_one_writes():
+def test_text_is_the_code_that_makes_the_policy():
     policy = Policy.torch("cpu").with_rules({"aten::gelu": "keep"}).for_modules(MODEL, {"head": FP32, nn.Linear: FP16})
     assert repr(policy) == (
         "Policy.torch('cpu').with_rules({'aten::gelu': Rule.KEEP})"
@@ -209,7 +208,7 @@ def test_dict_is_plain():
 
 
 def test_dict_that_is_no_policy():
-    """`hostile/test_policy_data.py` draws many more, and asks for a sentence."""
+    """`hostile/test_policy_data.py` draws many more."""
     for changes, message in (
         ({"version": 2}, r"not a policy: unknown keys \['version'\]; expected 'base'"),
         ({"base": ["torch"]}, r"unknown policy base \['torch'\]"),
@@ -255,8 +254,8 @@ def test_operator_of_a_library():
     for op in (scaled, "ampkit_tests::scaled", torch.ops.ampkit_tests.scaled, torch.ops.ampkit_tests.scaled.default):
         for rule, dtype in (("lower", FP16), (Rule.FLOAT32, FP32)):
             register_op(op, rule)
-            for each in (region, autocast("cpu", FP16)):
-                with each:
+            for entered in (region, autocast("cpu", FP16)):
+                with entered:
                     y = scaled(x.half() if dtype is FP32 else x, 2.0)
                 assert y.dtype is dtype
             (gradient,) = torch.autograd.grad(y.float().sum(), x)
@@ -276,11 +275,11 @@ def test_a_librarys_own_autocast_holds_where_no_rule_names_the_operator(policy):
         return x.clone()
 
     torch.library.register_autocast(name, "cpu", BF16)
-    found = []
-    for each in (policy, policy.with_rules({name: "float32"}), policy):
-        with autocast("cpu", policy=each):
-            found.append(low(torch.ones(2)).dtype)
-    assert found == [BF16, FP32, BF16]
+    dtypes = []
+    for region_policy in (policy, policy.with_rules({name: "float32"}), policy):
+        with autocast("cpu", policy=region_policy):
+            dtypes.append(low(torch.ones(2)).dtype)
+    assert dtypes == [BF16, FP32, BF16]
 
 
 def test_keyword_only_tensors_follow_the_rule():

@@ -78,7 +78,7 @@ def test_a_rule_for_a_scripted_module_is_what_it_is_for_one_of_python(make: Any,
         dtype, got = run(scripted, policy)
         _, expected = run(plain, PLAIN.for_modules(plain, {key: FP32}))
         assert dtype is FP32
-        assert all(map(torch.equal, got, expected))
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert Policy.from_dict(policy.to_dict(), scripted) == policy
     assert PLAIN.for_modules(scripted, {scripted.part: FP32}).check().rules[0].modules == ("part",)
 
@@ -204,8 +204,8 @@ class Scale(nn.Module):
 
 def test_a_snapshot_puts_buffers_of_scripted_modules_back() -> None:
     scripted = Model(torch.jit.script(nn.Sequential(nn.BatchNorm1d(4))))
-    before = {name: value.clone() for name, value in scripted.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in scripted.state_dict().items()}
     with Snapshot(scripted):
         scripted(torch.randn(8, 4))
         assert not torch.equal(scripted.part[0].running_mean, before["part.0.running_mean"])
-    assert all(torch.equal(value, before[name]) for name, value in scripted.state_dict().items())
+    torch.testing.assert_close(dict(scripted.state_dict()), before, rtol=0, atol=0)

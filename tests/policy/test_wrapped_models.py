@@ -1,4 +1,4 @@
-"""Rules bound to a model hold or are reported, whatever is done to the model after binding, or before."""
+"""Rules bound to a model apply or are reported, whatever wraps or changes the model after binding, or before."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ ADAPTER = {"head.lora_A.default", "head.lora_B.default"}
 
 
 def lora(model):
-    """The head's place is taken by a module that holds it beside an adapter."""
+    """The head is replaced by a module that contains it beside an adapter."""
     peft = pytest.importorskip("peft", reason="it is in ampkit[dev]")
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["head"]))
 
@@ -77,7 +77,7 @@ ON_RANKS = {
         model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")),
     "FSDP2": fsdp2,
 }
-# What the rules do not reach where they were bound before, and what the user is told.
+# The modules that rules bound before do not reach, and the warning.
 REPORTED = {
     "a checkpoint loaded by another": (BOUND, "none of the modules that this policy's rules bind"),
     "peft": (ADAPTER, None),                    # the layer beside it is the one that was bound
@@ -118,9 +118,9 @@ def outcome(wrap, when):
         policy = policy.for_modules(around, KEYS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = in_float32(around, policy)
-    told = [str(one.message) for one in caught if "policy.check()" in str(one.message)]
-    return found, told, [rule.key for rule in policy.check().gone]
+        layers = in_float32(around, policy)
+    messages = [str(warning.message) for warning in caught if "policy.check()" in str(warning.message)]
+    return layers, messages, [rule.key for rule in policy.check().gone]
 
 
 def on_rank(rank, world, kind, when):
@@ -134,19 +134,19 @@ def test_rules_hold_or_are_reported(kind, when):
     if kind in ON_RANKS:
         assert on_ranks(on_rank, kind, when) == [(BOUND, [], [])] * 2
         return
-    found, told, gone = outcome(HERE[kind], when)
+    layers, messages, gone = outcome(HERE[kind], when)
     every = BOUND - {"head"} | {"head.base_layer"} | ADAPTER if kind == "peft" else BOUND
     missing, message = (set(), None) if when == "after" else REPORTED.get(kind, (set(), None))
-    assert found == every - missing
+    assert layers == every - missing
     assert gone == (["'**.head'"] if kind == "quantization" and when != "after" else [])
     if kind == "quantization" and when == "in training":
-        message = None      # looked for in the first region only; `check` has it
-    assert len(told) == (message is not None)
-    assert message is None or message in told[0]
+        message = None      # regions after the first do not look for lost modules; `check` reports them
+    assert len(messages) == (0 if message is None else 1), messages
+    assert message is None or message in messages[0]
 
 
 def test_wrappers_have_no_part_in_the_paths_of_records():
-    """Which are those of the modules as they are now."""
+    """The paths are those of the modules as they are now."""
 
     def paths(around):
         with record_casts() as record, autocast("cpu", BF16):
@@ -154,11 +154,11 @@ def test_wrappers_have_no_part_in_the_paths_of_records():
         return [call.module for call in record.calls if "norm" not in call.op]
 
     model = checkpointed(Model())
-    found = [f"blocks.{block}.{layer}" for block in range(3) for layer in ("attn", "mlp")]
-    assert paths(model) == paths(nn.DataParallel(model)) == [*found[:4], "head"]
+    layers = [f"blocks.{block}.{layer}" for block in range(3) for layer in ("attn", "mlp")]
+    assert paths(model) == paths(nn.DataParallel(model)) == [*layers[:4], "head"]
     model.blocks.insert(0, Block())
     model.head = nn.Linear(4, 4)
-    assert paths(model) == [*found, "head"]
+    assert paths(model) == [*layers, "head"]
 
 
 def test_a_module_that_moves_has_its_new_path_in_records():
