@@ -267,8 +267,8 @@ class Policy:
                 )
             if value.modules:
                 raise ValueError(
-                    f"the policy for module {module_rules.describe(key)} has rules for modules itself; give them to the "
-                    "policy around it, where they apply inside that module too"
+                    f"the policy for module {module_rules.describe(key)} has rules for modules itself; give them to "
+                    "the policy around it, where they apply inside that module too"
                 )
             return value
         dtype = as_dtype(value)
