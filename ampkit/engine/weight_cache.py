@@ -6,7 +6,8 @@
 - its version counter, which every write that autograd knows of increments;
 - its memory: the address, and a weak reference to the storage, since an address alone comes back as soon as
   `p.data = ...` has freed it;
-- the optimizer steps: none since the cast, whatever it writes (`optimizer_steps`).
+- the optimizer steps: none since the cast, whatever it writes (`optimizer_steps`);
+- whether the weight requires grad: if that has changed, the cast's autograd history changes too (`_reconnect`).
 
 `_CachedCast.survives` compares, when a `WeightCache` is asked for the cast in a later region, and when a region ends:
 
@@ -15,6 +16,9 @@
 - the owner: torch allocated the memory, and no other tensor, array or process has it;
 - collectives: `torch.distributed` has started none since the cast;
 - CUDA graphs: no optimizer step was captured into one. Replays call no hook.
+
+`RegionCache.weights` bypasses the cache where casts cannot be shared: in traces, in transforms, under modes that record
+operators, in the capture of another CUDA graph.
 
 `RegionCache` belongs to a thread. It keeps what torch.amp keeps until the outermost region is left: casts of float32
 leaves that require grad, outside inference mode. `WeightCache` is made by the user and keeps casts from one region to
