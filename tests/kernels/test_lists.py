@@ -200,7 +200,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple, dict[str, Any], str]] = [
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "momentum": 0.9}, "got 0 momentum_buffers for 1 params"),
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "nesterov": True}, "nesterov needs momentum > 0, got 0"),
     (kernels.sgd_, ([torch._neg_view(ONE[0])], ONE, []), {"lr": 0.1}, r"params\[0\] is a lazily negated or conjugated"),
-    (kernels.cast_, (ONE, [torch._neg_view(ONE[0])]), {}, r"cast_: destinations\[0\] is a lazily negated or conjugated"),
+    (kernels.cast_, (ONE, [torch._neg_view(ONE[0])]), {}, r"destinations\[0\] is a lazily negated or conjugated"),
     (kernels.cast_, ([torch.ones(1) + 1j], [(torch.zeros(1) * 1j).conj()]), {}, r"destinations\[0\] is a lazily"),
     (kernels.unscale_into_, (ONE, [torch._neg_view(ONE[0])], HALF, FLAG), {}, r"destinations\[0\] is a lazily"),
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "multiplier": HALF.double()}, "multiplier is a torch.float64"),
