@@ -1,13 +1,15 @@
-"""`check_loop`: what a training loop does with scaler, gradients and optimizer in the wrong order, by line.
+"""`check_loop`: finds calls of scaler, backward, clipping, optimizer and scheduler that are in the wrong order.
 
-A few functions of torch are wrapped while the context is open: the scaler's, `backward`, `zero_grad`, clipping, the
-scheduler's `step`. Nothing is computed but two flags per gradient, so the cost is that of a few Python calls per step.
+A few functions of torch are wrapped while the context is open: those of the scaler, `backward`, `zero_grad`, clipping,
+and the `step` of schedulers. A wrapper calls a generator of `check_loop` that runs until its `yield` before the wrapped
+function, and after it from there. The check computes nothing but a few flags, so it costs some Python calls per step.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,64 +29,80 @@ from ampkit.debugging.report import LoopFinding, LoopReport
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operators import current_device_type
 
-_LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("half_precision", "amp"))
-_MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
-_NORMAL = torch.finfo(torch.float16).smallest_normal
-_VANISHING = 2.0**-21       # three bits of float16 are left of smaller numbers, or none
+# Loops of ampkit's own, which call the scaler in orders that are right for them.
+_AMPKIT_LOOPS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("half_precision", "amp"))
+_MAX_PARAMETERS = 64        # the most parameters of an optimizer whose gradients are followed
+_SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
+_NEARLY_ZERO = 2.0**-21     # float16 has three bits or fewer for smaller numbers
+
+_Line = tuple[str, int]     # file and line number
 
 
 @dataclass
-class _Optimizer:
+class _OptimizerState:
     """What is known of an optimizer and its gradients."""
 
     parameters: list[Tensor] = field(default_factory=list)
-    marks: list[tuple[int, int]] = field(default_factory=list)      # of gradients, after the last backward
-    scaled: bool = False                # they are, since the last backward that reached them
-    backwards: dict[tuple[str, int], int] = field(default_factory=dict)     # by line, since the last step
-    divided: bool = False               # some loss was
-    last: list[Tensor | None] = field(default_factory=list)    # the gradients of the last step
-    cleared: bool = True                # they are gone
-    skipped: bool = False               # the scaler did not take the last step
-    attempts: int = 0                   # since the scheduler stepped
-    clips: dict[tuple[str, int], int] = field(default_factory=dict)         # by line, since the last step
-    zeroed: tuple[str, int] | None = None       # where, after backward and before the step
-    scaler: Any = None                  # the last that unscaled it or stepped
-    unscaled: bool = False              # by `unscale_`, since the last `update`
-    stepped: tuple[str, int] | None = None      # where by the scaler, since the last `update`
-    largest: Tensor | None = None       # the magnitude in each gradient of an unscaled backward of float16
-    vanishes: bool = False              # a gradient was next to 0 after one
+    versions: list[tuple[int, int]] = field(default_factory=list)   # of gradients: before a backward, after a step
+    scaled: bool = False                # the gradients are, since the last backward that reached them
+    backwards: dict[_Line, int] = field(default_factory=dict)       # calls by line, since the last step
+    divided: bool = False               # the loss of some backward was a quotient or a product
+    last_gradients: list[Tensor | None] = field(default_factory=list)       # those of the last step
+    cleared: bool = True                # the gradients of the last step were cleared or replaced
+    skipped: bool = False               # the scaler skipped the last step
+    steps_since_scheduler: int = 0      # taken or skipped
+    clips: dict[_Line, int] = field(default_factory=dict)           # calls by line, since the last step
+    zeroed_at: _Line | None = None      # the line that cleared the gradients after backward and before the step
+    scaler: Any = None                  # the last scaler that unscaled the gradients or took the step
+    unscaled: bool = False              # `unscale_` was called since the last `update`
+    stepped_at: _Line | None = None     # the line of `scaler.step` since the last `update`
+    largest: Tensor | None = None       # magnitude in each gradient, after an unscaled backward in float16
+    underflows: bool = False            # after such a backward some gradient was 0 or nearly
 
-    def current(self) -> list[tuple[int, int]]:
-        """Another value where a gradient was written since."""
-        return [(0, 0) if one.grad is None else (id(one.grad), one.grad._version) for one in self.parameters]
+    def gradient_versions(self) -> list[tuple[int, int]]:
+        """The identity and version of each gradient, which change where one is written; (0, 0) without a gradient."""
+        return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in self.parameters]
 
 
 class check_loop:
-    """Context that watches a training loop for what goes wrong without an error::
+    """Context that watches a training loop for mistakes that raise no error.
+
+    It finds the following, each with its line and the change:
+
+    - gradients that are clipped, or whose norm is read, while they are scaled;
+    - an optimizer that steps with scaled gradients;
+    - `update` that is missing or called twice, `unscale_` that is called twice;
+    - `backward` inside an autocast region;
+    - a scaler with bfloat16, or float16 without a scaler where gradients underflow;
+    - gradients that are never zeroed, or that are zeroed between backward and step;
+    - accumulation over micro-batches whose losses are not divided, or with clipping after each of them;
+    - a second step with the same gradients;
+    - a scheduler that steps although the scaler skipped the step.
+
+    All but the last show in two iterations. Open the context before the loop. Code that imported a function of torch
+    earlier is watched too, except for `torch.nn.utils.clip_grad_value_`.
+
+    Synchronizes with the device once per step where gradients may be zero, and once in float16 without a scaler; each
+    time it reads a few numbers.
+
+    Entering returns a `LoopReport`, which is truthy if something was found, and prints as text.
+
+    Example::
 
         with debugging.check_loop() as report:
             train(model, loader)
         print(report)
-
-    Found, each with its line and the change: gradients that are clipped or read while they are scaled; an optimizer
-    that steps with scaled gradients; `update` that is missing or called twice; `unscale_` twice; `backward` inside an
-    autocast region; a scaler with bfloat16; float16 without a scaler where gradients underflow; gradients that are
-    never zeroed; accumulation over micro-batches whose losses are not divided; clipping after each of them; zero_grad
-    between backward and step; a second step with the same gradients; a scheduler that steps although the scaler skipped
-    the step. Two iterations are enough for all but the last. Open it before the loop; functions that code holds already
-    are seen all the same, but for `torch.nn.utils.clip_grad_value_`. No host syncs but one small read per step where
-    gradients may be zero, and one in float16 without a scaler.
     """
 
     def __init__(self) -> None:
         self.report = LoopReport()
         self.scaler: torch.amp.GradScaler | None = None     # the last one that was called
-        self._optimizers: dict[Optimizer, _Optimizer] = {}
-        self._new = _Optimizer()    # one that has not stepped yet
-        self._updated: set[Any] = set()         # the scalers that were, since the last backward of a scaled loss
-        self._pending_scale = False
-        self._dtypes: set[torch.dtype] = set()
-        self._casts: list[Tensor] = []      # of float16 in backward: whether the gradient is no rounding; and all lost
+        self._optimizers: dict[Optimizer, _OptimizerState] = {}
+        self._unseen = _OptimizerState()    # of every optimizer that has not been called yet
+        self._updated: set[Any] = set()     # scalers that were updated since the last backward of a scaled loss
+        self._loss_is_scaled = False        # by a call of `scale` that no backward has followed yet
+        self._dtypes: set[torch.dtype] = set()      # of the regions that were entered since the last step
+        self._casts: list[Tensor] = []      # two flags for each float16 cast of the last backward, see `_note_casts`
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -103,7 +121,7 @@ class check_loop:
                                 (torch.nn.utils, "get_total_norm"), (torch.nn.utils, "clip_grads_with_norm_"),
                                 (torch.nn.utils, "clip_grad_value_")):
                 if hasattr(owner, name):
-                    self._wrap(stack, owner, name, functools.partial(self._read, "clip" in name))
+                    self._wrap(stack, owner, name, functools.partial(self._clip_or_norm, "clip" in name))
             for cls in _with_subclasses(LRScheduler):
                 if "step" in vars(cls):
                     self._wrap(stack, cls, "step", self._scheduler)
@@ -129,8 +147,8 @@ class check_loop:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], torch.amp.GradScaler):
                 self.scaler = args[0]
-            if self._depth or sys._getframe(1).f_code.co_filename.startswith(_LEVELS):
-                return inner(*args, **kwargs)       # called by another one of them, or by a loop of ampkit's own
+            if self._depth or sys._getframe(1).f_code.co_filename.startswith(_AMPKIT_LOOPS):
+                return inner(*args, **kwargs)       # called by another wrapped function, or by a loop of ampkit's own
             self._depth += 1
             try:
                 around: Iterator[None] = watch(*args, **kwargs)
@@ -144,12 +162,12 @@ class check_loop:
         setattr(owner, name, wrapped)
         stack.callback(setattr, owner, name, inner)
 
-    def _add(self, what: str, change: str, at: tuple[str, int] | None = None) -> None:
+    def _add(self, what: str, change: str, at: _Line | None = None) -> None:
         file, line = at or _caller()
         now = self.report.iterations
-        for one in self.report.loop:
-            if (one.what, one.file, one.line) == (what, file, line):
-                one.last = now
+        for finding in self.report.loop:
+            if (finding.what, finding.file, finding.line) == (what, file, line):
+                finding.last = now
                 return
         self.report.loop.append(LoopFinding(what, file, line, change, now, now))
 
@@ -157,188 +175,192 @@ class check_loop:
 
     def _scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if scaler.is_enabled():
-            self._pending_scale = True
+            self._loss_is_scaled = True
             if self._dtypes == {torch.bfloat16}:
-                self._add("a loss is scaled for bfloat16, which has float32's range: it gains nothing, and loses steps",
-                          "scaler = GradScaler(enabled=False), or float16 in the region")
+                self._add("a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and "
+                          "skips steps", "scaler = GradScaler(enabled=False), or float16 in the region")
         yield
 
     def _unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        one = self._of(optimizer)
-        if one.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
+        state = self._state_of(optimizer)
+        if state.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
             self._add("unscale_ is called twice without an update",
-                      "call scaler.update() where the step is left out, too" if one.scaled else
+                      "call scaler.update() also where the step is left out" if state.scaled else
                       "call scaler.unscale_(optimizer) once, before clipping")
-        one.scaler, one.unscaled = scaler, True
+        state.scaler, state.unscaled = scaler, True
         yield
-        one.scaled = False
+        state.scaled = False
 
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        one = self._of(optimizer)
-        if one.stepped and scaler.is_enabled():
+        state = self._state_of(optimizer)
+        if state.stepped_at and scaler.is_enabled():
             self._add("update is not called after step: the scale never changes, and a second step is refused",
-                      "scaler.update() after scaler.step(optimizer)", one.stepped)
-        one.scaler, one.stepped, one.scaled = scaler, _caller(), False
+                      "scaler.update() after scaler.step(optimizer)", state.stepped_at)
+        state.scaler, state.stepped_at, state.scaled = scaler, _caller(), False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
             yield
         finally:
             self._in_scaler_step = False
-        one.skipped = not self._optimizer_ran
-        if one.skipped:
-            self._ended(optimizer)
+        state.skipped = not self._optimizer_ran
+        if state.skipped:
+            self._step_ended(optimizer)
 
     def _update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if scaler in self._updated and scaler.is_enabled() and not args and not kwargs:
             self._add("update is called twice for one backward",
                       "call scaler.update() once, after the last scaler.step")
         self._updated.add(scaler)
-        for one in self._optimizers.values():
-            if one.scaler is scaler:
-                one.stepped, one.unscaled = None, False
+        for state in self._optimizers.values():
+            if state.scaler is scaler:
+                state.stepped_at, state.unscaled = None, False
         yield
 
     # --- gradients
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        scaled, self._pending_scale = self._pending_scale, False
+        scaled, self._loss_is_scaled = self._loss_is_scaled, False
         roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else ()
-        root = next((one for one in roots if isinstance(one, Tensor)), None)
-        if root is not None and torch.is_autocast_enabled(root.device.type):
-            self._add("backward runs inside the autocast region: its operators would be cast once more",
+        loss = next((root for root in roots if isinstance(root, Tensor)), None)
+        if loss is not None and torch.is_autocast_enabled(loss.device.type):
+            self._add("backward runs inside the autocast region, which casts its operators again",
                       "leave the region first: loss.backward() outside of `with autocast`")
         if scaled:
             self._updated.clear()
-        for one in self._optimizers.values():
-            self._look_whether_cleared(one)
-            one.marks = one.current()
+        for state in self._optimizers.values():
+            self._check_cleared(state)
+            state.versions = state.gradient_versions()
         retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
-        divided = retained or (root is not None and _is_divided(root, scaled))
-        unscaled = not scaled and torch.float16 in self._dtypes
+        divided = retained or (loss is not None and _is_divided(loss, scaled))
+        unscaled_float16 = not scaled and torch.float16 in self._dtypes
         with ExitStack() as hooks:
-            if unscaled and root is not None and any(one.vanishes for one in self._optimizers.values()):
+            if unscaled_float16 and loss is not None and any(s.underflows for s in self._optimizers.values()):
                 self._casts.clear()
-                _note_casts(root, self._casts, hooks)
+                _note_casts(loss, self._casts, hooks)
             yield
         line = _caller()
-        for one in (*self._optimizers.values(), self._new):
-            if one is self._new or one.marks != one.current():
-                one.scaled, one.zeroed = scaled, None
-                one.largest = _largest(one.parameters) if unscaled else None
-                one.divided |= bool(divided)
-                one.backwards[line] = one.backwards.get(line, 0) + 1
+        for state in (*self._optimizers.values(), self._unseen):
+            if state is self._unseen or state.versions != state.gradient_versions():
+                state.scaled, state.zeroed_at = scaled, None
+                state.largest = _largest(state.parameters) if unscaled_float16 else None
+                state.divided |= bool(divided)
+                state.backwards[line] = state.backwards.get(line, 0) + 1
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if isinstance(owner, Optimizer):
-            self._of(owner)     # from its first backward on it is followed by itself
+            self._state_of(owner)       # has a state of its own from its first backward on
         yield
-        self._new.backwards.clear()
-        for one in self._optimizers.values():
-            self._look_whether_cleared(one)
-            if one.backwards and all(p.grad is None for p in one.parameters):
-                one.backwards.clear()
-                one.zeroed = _caller()
+        self._unseen.backwards.clear()
+        for state in self._optimizers.values():
+            self._check_cleared(state)
+            if state.backwards and all(p.grad is None for p in state.parameters):
+                state.backwards.clear()
+                state.zeroed_at = _caller()
 
-    def _look_whether_cleared(self, one: _Optimizer) -> None:
-        """Gradients of the last step are gone where they are None, others, or zero."""
-        if not one.cleared and one.last:
-            one.cleared = all(
-                p.grad is None or p.grad is not before or not _holds_numbers(p.grad)
-                for p, before in zip(one.parameters[:1], one.last[:1], strict=True)
-            )
+    def _check_cleared(self, state: _OptimizerState) -> None:
+        """Note whether the gradients of the last step were cleared: the first is None, another tensor, or zero."""
+        if not state.cleared and state.last_gradients:
+            gradient, last = state.parameters[0].grad, state.last_gradients[0]
+            state.cleared = gradient is None or gradient is not last or not _has_nonzero(gradient)
 
-    def _read(self, clips: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _clip_or_norm(self, clips: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Gradients are clipped, or their norm is read."""
-        tensors = next(iter((*args, *kwargs.values())))
-        # A generator is the function's to consume.
-        given = [tensors] if isinstance(tensors, Tensor) else [] if isinstance(tensors, Iterator) else list(tensors)
-        ids = {id(one) for one in given} | {id(one.grad) for one in given if one.grad_fn is None and one.is_leaf}
-        followed = [one for one in self._optimizers.values() if any(id(p.grad) in ids for p in one.parameters)]
-        unscaled = any(one.unscaled for one in self._optimizers.values())
-        if any(one.scaled for one in followed) or (not followed and self._new.scaled and not unscaled):
+        argument = next(iter((*args, *kwargs.values())))
+        if isinstance(argument, Tensor):
+            tensors = [argument]
+        else:       # only the function may consume a generator
+            tensors = [] if isinstance(argument, Iterator) else list(argument)
+        ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.grad_fn is None and t.is_leaf}
+        followed = [s for s in self._optimizers.values() if any(id(p.grad) in ids for p in s.parameters)]
+        unscaled = any(state.unscaled for state in self._optimizers.values())
+        if any(state.scaled for state in followed) or (not followed and self._unseen.scaled and not unscaled):
             self._add("gradients are clipped, or their norm is read, while they are scaled",
                       "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)")
-        for one in followed if clips else ():
-            one.clips[_caller()] = one.clips.get(_caller(), 0) + 1
+        if clips:
+            for state in followed:
+                state.clips[_caller()] = state.clips.get(_caller(), 0) + 1
         yield
 
     # --- optimizers, schedulers, regions
 
-    def _of(self, optimizer: Optimizer) -> _Optimizer:
+    def _state_of(self, optimizer: Optimizer) -> _OptimizerState:
         if optimizer not in self._optimizers:
-            some = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            one = self._optimizers[optimizer] = copy.deepcopy(self._new)
-            one.parameters = some[::-(-len(some) // _MOST_PARAMETERS) or 1]
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            state = self._optimizers[optimizer] = copy.deepcopy(self._unseen)
+            stride = max(1, math.ceil(len(parameters) / _MAX_PARAMETERS))
+            state.parameters = parameters[::stride]
         return self._optimizers[optimizer]
 
     def _optimizer_starts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        one = self._of(optimizer)
+        state = self._state_of(optimizer)
         self._optimizer_ran = True
         closure = len(args) > 1 or kwargs.get("closure")
-        if one.scaled and one.backwards and not self._in_scaler_step:
+        if state.scaled and state.backwards and not self._in_scaler_step:
             self._add("the optimizer steps with scaled gradients",
                       "scaler.step(optimizer) in place of optimizer.step()")
-        if not one.cleared and one.backwards and not closure:
+        if not state.cleared and state.backwards and not closure:
             self._add("gradients of the step before are still there: zero_grad is missing",
                       "optimizer.zero_grad() after the step, or before backward")
-        if one.zeroed and all(p.grad is None for p in one.parameters):
+        if state.zeroed_at and all(p.grad is None for p in state.parameters):
             self._add("zero_grad is called between backward and step: the step has no gradients",
-                      "optimizer.zero_grad() before backward, or after the step", one.zeroed)
-        if one.last and not (closure or one.backwards) and one.marks == one.current() != [(0, 0)] * len(one.marks):
-            self._add("the optimizer steps twice with the same gradients",
-                      "once: scaler.step(optimizer) where there is a scaler, and remove the other")
-        if one.largest is not None and one.backwards:
-            self._look_for_underflow(one, one.largest.tolist())
-        for line, times in one.clips.items():
-            if 1 < times == one.backwards.get(max(one.backwards, key=one.backwards.__getitem__, default=line)):
+                      "optimizer.zero_grad() before backward, or after the step", state.zeroed_at)
+        if state.last_gradients and not closure and not state.backwards:
+            versions = state.gradient_versions()
+            if versions == state.versions and any(version != (0, 0) for version in versions):
+                self._add("the optimizer steps twice with the same gradients",
+                          "step once: scaler.step(optimizer) where there is a scaler, and remove the other step")
+        if state.largest is not None and state.backwards:
+            self._check_underflow(state, state.largest.tolist())
+        most = max(state.backwards.values(), default=0)
+        for line, times in state.clips.items():
+            if times > 1 and times == most:
                 self._add(f"gradients are clipped {times} times for one step, after each backward",
                           "clip once, after the last backward and before the step", line)
-        most = max(one.backwards.values(), default=0)
-        if most > 1 and not one.divided:
-            line = max(one.backwards, key=one.backwards.__getitem__)
+        if most > 1 and not state.divided:
             self._add(f"gradients of {most} backward calls are summed, and the losses are not divided",
-                      f"(loss / {most}).backward(), so that they are averaged", line)
+                      f"(loss / {most}).backward(), so that they are averaged", _most_frequent(state.backwards))
 
-    def _look_for_underflow(self, one: _Optimizer, largest: list[float]) -> None:
-        """Gradients are 0, or next to it, because of float16: a loss scale would keep them.
+    def _check_underflow(self, state: _OptimizerState, largest: list[float]) -> None:
+        """Add a finding where gradients are 0, or nearly, because of float16: a loss scale would keep them.
 
-        Many a gradient is 0 in float32 as well, of what is masked, dead or unused. So there must be more: a cast that
-        made all of a gradient 0, in the next backward, or no gradient as large as float16's normal numbers.
+        A gradient can be 0 in float32 as well: of masked values, dead units or unused parameters. So it is a finding
+        only with a cast in the next backward that made all of a gradient 0, or where the largest of all gradients is
+        below float16's normal numbers.
         """
-        if min(largest) >= _VANISHING:
+        if min(largest) >= _NEARLY_ZERO:
             return
-        casts = [one.tolist() for one in self._casts]
-        if any(lost or (counts and 0 < max(largest) < _NORMAL) for counts, lost in casts):
+        casts = [flags.tolist() for flags in self._casts]
+        if any(lost or (counts and 0 < max(largest) < _SMALLEST_NORMAL) for counts, lost in casts):
             self._add("gradients underflow in float16, and the loss is not scaled",
                       "scaler = GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(). "
-                      "Or bfloat16 in the region", max(one.backwards, key=one.backwards.__getitem__))
-        one.vanishes = True
+                      "Or bfloat16 in the region", _most_frequent(state.backwards))
+        state.underflows = True
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._ended(optimizer)
+        self._step_ended(optimizer)
 
-    def _ended(self, optimizer: Optimizer) -> None:
-        one = self._of(optimizer)
-        one.last = [p.grad for p in one.parameters]
-        one.cleared = not one.last
-        one.scaled = one.divided = False
-        one.largest = None
-        one.backwards.clear()
-        one.clips.clear()
-        one.zeroed, one.marks = None, one.current()
-        one.attempts += 1
-        self._new = _Optimizer()
+    def _step_ended(self, optimizer: Optimizer) -> None:
+        state = self._state_of(optimizer)
+        state.last_gradients = [p.grad for p in state.parameters]
+        state.cleared = not state.last_gradients
+        state.scaled = state.divided = False
+        state.largest = None
+        state.backwards.clear()
+        state.clips.clear()
+        state.zeroed_at, state.versions = None, state.gradient_versions()
+        state.steps_since_scheduler += 1
+        self._unseen = _OptimizerState()
         self._dtypes.clear()
         self.report.iterations += 1
 
     def _scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        one = self._optimizers.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
-        if one is not None and one.skipped and one.attempts == 1:
-            self._add("the scheduler steps although the scaler skipped the step",
-                      "step it only where the step was taken: scale = scaler.get_scale() before update(), and "
-                      "scheduler.step() if scaler.get_scale() >= scale")
-        if one is not None:
-            one.attempts = 0
+        state = self._optimizers.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
+        if state is not None:
+            if state.skipped and state.steps_since_scheduler == 1:
+                self._add("the scheduler steps although the scaler skipped the step",
+                          "step it only where the step was taken: scale = scaler.get_scale() before update(), and "
+                          "scheduler.step() if scaler.get_scale() >= scale")
+            state.steps_since_scheduler = 0
         yield
 
     def _region(self, region: Any) -> Iterator[None]:
@@ -348,8 +370,8 @@ class check_loop:
                 self._dtypes.add(torch.get_autocast_dtype(device))
 
 
-def _holds_numbers(gradient: Tensor) -> bool:
-    """Whether a gradient is other than 0; of sparse ones and of subclasses it is not known."""
+def _has_nonzero(gradient: Tensor) -> bool:
+    """Whether a gradient has an element other than 0; False for sparse ones and subclasses, where it is unknown."""
     return type(gradient) is Tensor and gradient.layout is torch.strided and bool(gradient.any())
 
 
@@ -357,25 +379,26 @@ def _largest(parameters: list[Tensor]) -> Tensor | None:
     """The largest magnitude in each gradient, on the device; sparse gradients and subclasses are left out."""
     gradients = [p.grad for p in parameters if type(p.grad) is Tensor and p.grad.layout is torch.strided]
     with torch.no_grad():
-        largest = [one.abs().amax().float() for one in gradients if one.numel()]
-        return torch.stack([one.to(largest[0].device) for one in largest]) if largest else None
+        largest = [gradient.abs().amax().float() for gradient in gradients if gradient.numel()]
+        return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]) if largest else None
 
 
-def _note_casts(root: Tensor, notes: list[Tensor], hooks: ExitStack) -> None:
-    """Have the first cast on each way back from a loss note, if it is one of float16, whether all became 0 in it.
+def _note_casts(loss: Tensor, notes: list[Tensor], hooks: ExitStack) -> None:
+    """Have the first cast on each path back from a loss append two flags to `notes`, if float16 takes part in it.
 
-    Where a loss does not depend on what it is computed from, as after a norm, gradients are nothing but the rounding of
-    float32, a millionth of the loss and less. Nothing is lost with those.
+    The flags: the gradient is more than rounding; and it is, but all of it is 0 after the cast. Where a loss does not
+    depend on its inputs, as behind a norm, gradients are rounding of float32, a millionth of the loss or less. Losing
+    those is no underflow.
     """
-    rounding = root.detach().abs().sum().float() * 1e-5
+    rounding = loss.detach().abs().sum().float() * 1e-5
 
-    def note(made: Any, given: Any) -> None:
-        before, after = given[0], made[0]
+    def note(grad_inputs: Any, grad_outputs: Any) -> None:
+        before, after = grad_outputs[0], grad_inputs[0]
         if type(before) is type(after) is Tensor and torch.float16 in (before.dtype, after.dtype):
             counts = before.abs().sum(dtype=torch.float32) > rounding.to(before.device)
             notes.append(torch.stack([counts, counts & ~after.any()]))
 
-    nodes, seen = [root.grad_fn], set()
+    nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -388,16 +411,20 @@ def _note_casts(root: Tensor, notes: list[Tensor], hooks: ExitStack) -> None:
 
 
 def _with_subclasses(cls: type) -> list[type]:
-    return [cls, *(one for sub in cls.__subclasses__() for one in _with_subclasses(sub))]
+    return [cls, *(each for subclass in cls.__subclasses__() for each in _with_subclasses(subclass))]
 
 
-def _caller() -> tuple[str, int]:
+def _most_frequent(calls: dict[_Line, int]) -> _Line:
+    return max(calls, key=calls.__getitem__)
+
+
+def _caller() -> _Line:
     return find_caller(2).line()
 
 
-def _is_divided(root: Tensor, scaled: bool) -> bool:
+def _is_divided(loss: Tensor, scaled: bool) -> bool:
     """Whether a loss is a quotient or a product: of several micro-batches, it may be its share."""
-    node = root.grad_fn
+    node = loss.grad_fn
     if scaled and node is not None:
         node = node.next_functions[0][0] if node.next_functions else None
     for _ in range(3):

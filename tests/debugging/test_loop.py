@@ -1,4 +1,4 @@
-"""The check of the loop is silent on correct loops, of ampkit, of torch and of libraries; it leaves nothing behind."""
+"""`check_loop` finds nothing in correct loops of ampkit, torch and libraries, and finds float16 that underflows."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_correct_loop(loop: Callable[[], None]) -> None:
     assert str(report).startswith("nothing found in ")
 
 
-def unscaled(
+def train_without_scaler(
     model: nn.Module, factor: float = 1, dtype: torch.dtype = torch.float16, region: Any = autocast, shift: float = 0
 ) -> LoopReport:
     """Four steps in a region without a scaler."""
@@ -125,7 +125,7 @@ def unscaled(
 
 
 class Adapter(nn.Module):
-    """Of low rank: in the first step the gradient of `down` is 0."""
+    """A layer of low rank: in the first step the gradient of `down` is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,11 +145,11 @@ def dead(model: nn.Sequential) -> nn.Sequential:
 @pytest.mark.parametrize("region", [autocast, torch.autocast])
 @pytest.mark.parametrize("factor", [1e-6, 1e-8])
 def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor: float) -> None:
-    """Some of them, and all."""
+    """With 1e-6 some of them underflow, with 1e-8 all."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
-    report = unscaled(model, factor, region=region, shift=1.0)
-    assert [one.what for one in report.loop] == ["gradients underflow in float16, and the loss is not scaled"]
+    report = train_without_scaler(model, factor, region=region, shift=1.0)
+    assert [finding.what for finding in report.loop] == ["gradients underflow in float16, and the loss is not scaled"]
     finding, = report.loop
     assert (finding.first, finding.last) == (1, 3)      # of 0 to 3: the first shows that a gradient is 0, not why
     assert "loss.backward()" in linecache.getline(finding.file, finding.line)
@@ -176,7 +176,8 @@ class Normalized(nn.Linear):
 ], ids=["fine", "bfloat16", "dead units", "all dead", "adapter", "norm", "no loss", "hinge"])
 def test_gradients_that_float16_did_not_make_zero(model: Any, options: dict[str, Any], region: Any) -> None:
     torch.manual_seed(0)
-    assert unscaled(model(), **options, region=region).status == "clean"
+    report = train_without_scaler(model(), **options, region=region)
+    assert report.status == "clean", str(report)
 
 
 def test_float16_beside_training_in_float32() -> None:
@@ -196,17 +197,17 @@ def test_float16_beside_training_in_float32() -> None:
 
 
 def test_each_optimizer_and_scaler_counts_for_itself() -> None:
-    (first, one, scaler), (second, other, another) = parts(), parts()
+    (first, first_optimizer, first_scaler), (second, second_optimizer, second_scaler) = parts(), parts()
     with check_loop() as report, contextlib.suppress(RuntimeError):
         for _ in range(2):
-            one.zero_grad()
-            other.zero_grad()
-            scaler.scale(loss_of(first, torch.randn(4, 8))).backward()
-            another.scale(loss_of(second, torch.randn(4, 8))).backward()
-            scaler.step(one)
+            first_optimizer.zero_grad()
+            second_optimizer.zero_grad()
+            first_scaler.scale(loss_of(first, torch.randn(4, 8))).backward()
+            second_scaler.scale(loss_of(second, torch.randn(4, 8))).backward()
+            first_scaler.step(first_optimizer)
             nn.utils.clip_grad_norm_(second.parameters(), 1.0)
-            another.step(other)
-            scaler.update()         # and not another
+            second_scaler.step(second_optimizer)
+            first_scaler.update()       # and not the second
     assert ["clipped" in finding.what for finding in report.loop] == [True, False]
     assert report.loop[1].what.startswith("update is not called after step")
     assert report.iterations == 3
