@@ -260,7 +260,7 @@ def advice(finding: Finding) -> Suggestion:
 
 def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
     """What may bring a step nearer to its reference."""
-    one = report.rounds()
+    one = report.error_origin()
     if one is not None and not report.underflows and not report.lost_updates:
         device = next((p.device.type for p in model.parameters()), "cpu")
         yield from _changes(one.module, line_of(one), device, region, model)
@@ -268,7 +268,7 @@ def changes_for_precision(report: PrecisionReport, region: Region, model: Module
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:
     """What helps where no change was tried, or none helped."""
-    one = report.rounds()
+    one = report.error_origin()
     if report.underflows:
         return Suggestion("scale the loss: scaler = ampkit.GradScaler()", evidence="float16 ends at 6e-08")
     if report.lost_updates:

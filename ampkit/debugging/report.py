@@ -1,7 +1,7 @@
-"""What the tools report: text for the terminal, a status, JSON.
+"""The reports of the debugging tools: what they found, as text for the terminal, as a status and as JSON.
 
-`docs/reference/debugging.md` lists the keys of the JSON. It has no inf and no NaN: such numbers are the strings "inf",
-"-inf" and "nan".
+`docs/reference/debugging.md` lists the keys of the JSON. JSON has no inf and no NaN: such numbers are the strings
+"inf", "-inf" and "nan".
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from ampkit.debugging.causes import PASSED_ON, Cause
+from ampkit.text_tables import table
 
 Status = Literal["clean", "found", "inconclusive"]
 VERSION = 1
-COMPILED = ("compiled functions run eagerly here: where the loss of your own run is finite and right, what follows is "
-            "not of that run")
+COMPILED = ("compiled functions run eagerly here: if the loss of your compiled run is finite and right, this report "
+            "does not apply to that run")
 
 
 @dataclass
 class LoopFinding:
-    """Something that a loop does wrong, the line that does it, and the change."""
+    """A mistake of a training loop, the line that makes it, and the change."""
 
     what: str
     file: str
     line: int
     change: str
-    first: int      # iteration, by steps of optimizers before it, skipped ones counted
+    first: int      # iteration: the number of optimizer steps before it, skipped steps included
     last: int
 
     def __str__(self) -> str:
@@ -38,34 +39,36 @@ class LoopFinding:
 
 @dataclass(kw_only=True)
 class Report:
-    """What a tool found; falsy if nothing. `str` is what the terminal shows."""
+    """The findings of a tool; falsy without any. `str` is the text for the terminal."""
 
     kind: ClassVar[str]
-    incomplete: str = ""        # why the steps did not run to their end
+    incomplete: str = ""        # why the steps did not run to their end; "" where they did
     compiled: bool = False      # compiled functions ran, eagerly
-    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
+    loop: list[LoopFinding] = field(default_factory=list)       # mistakes of the loop
 
     @property
     def status(self) -> Status:
-        """"found"; "inconclusive" where nothing was, and the steps did not run to their end; or "clean"."""
-        return "found" if self else "inconclusive" if self.incomplete else "clean"
+        """"found" with findings; without, "inconclusive" if the steps did not run to their end, else "clean"."""
+        if self:
+            return "found"
+        return "inconclusive" if self.incomplete else "clean"
 
     def __bool__(self) -> bool:
         return bool(self.loop)
 
     def first_lines(self) -> list[str]:
-        """What is said before anything else."""
+        """Return the lines that every report begins with: about compiled functions, and mistakes of the loop."""
         return [*([COMPILED] if self.compiled else []), *map(str, self.loop)]
 
     def to_json(self) -> str:
-        """All of it as JSON text."""
+        """Return the whole report as JSON text."""
         head = {"kind": f"ampkit.debugging.{self.kind}", "version": VERSION, "status": self.status, "text": str(self)}
         return json.dumps(plain({**head, **asdict(self)}), indent=1, allow_nan=False)
 
 
 @dataclass
 class LoopReport(Report):
-    """What `check_loop` found."""
+    """The report of `check_loop`."""
 
     kind = "loop"
     iterations: int = 0
@@ -73,23 +76,26 @@ class LoopReport(Report):
     def __str__(self) -> str:
         if self.loop:
             return "\n".join(self.first_lines())
-        looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
+        iterations = _counted(self.iterations, "iteration")
         if self.status == "inconclusive":
-            return f"inconclusive: {self.incomplete}. Nothing was found until then: {looked}"
-        return (f"nothing found in {looked}, of what is looked at: the order of scale, backward, unscale_, clipping, "
-                "steps, update, clearing and schedulers, and losses that are summed undivided")
+            return f"inconclusive: {self.incomplete}. Nothing was found until then: {iterations}"
+        return (f"nothing found in {iterations}. Checked are the order of scale, backward, unscale_, clipping, steps, "
+                "update, clearing of gradients and schedulers, and whether summed losses are divided")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator call, or (`op` "") a tensor that was there before. Of backward the place is its forward's, but the
-    line where code of the user's runs in it."""
+    """One operator call, or (`op` "") a tensor that was there before the step.
+
+    For an operator of backward, module and line are those of its forward operator. Where the user's code runs in
+    backward, as in a hook, the line is the one there.
+    """
 
     index: int              # in the order of execution; -1 for a tensor
     op: str
     phase: str              # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
-    module: str             # path from the model; a class for what has none, as the model itself; "" outside any
-    call: int               # which call of the module in the step, from 1; 0 if not known
+    module: str             # path from the model; a class name where it has no path, as the model; "" outside of all
+    call: int               # number of the module's call in the step, from 1; 0 if not known
     file: str
     line: int
     backward_of: str        # in backward, the forward operator
@@ -97,10 +103,10 @@ class Operation:
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.what()}{self.where()}"
+        return f"{self.name()}{self.where()}"
 
-    def what(self) -> str:
-        """The operator; of a cast, its dtype too, and of backward, its forward."""
+    def name(self) -> str:
+        """The operator; with the dtype for a cast, and with the forward operator for an operator of backward."""
         if not self.op:
             return f"a tensor, {self.dtype}{list(self.shape)}"
         name = f"the cast to {self.dtype} ({self.op})" if self.op == "aten::_to_copy" else self.op
@@ -108,7 +114,7 @@ class Operation:
         return f"{name}{backward}"
 
     def where(self) -> str:
-        """The module, its call and the line, as far as they are known."""
+        """The module, the number of its call and the line, as far as they are known."""
         number = f" (call {self.call})" if self.call > 1 else ""
         module = f", {self.module}{number}" if self.module else ""
         return module + (f", {self.file}:{self.line}" if self.file else "")
@@ -116,21 +122,21 @@ class Operation:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What to change. `kind`: "change" (code), or "advice" (what helps such operators, in the user's own code).
+    """A suggested edit. `kind`: "change" is code, "advice" is what helps such operators in the user's own code.
 
-    A change that was tried and failed is none: it is only named in `tried`.
+    A change that was tried and failed is never suggested: it is listed in `tried`.
     """
 
     code: str
     kind: Literal["change", "advice"] = "advice"
-    verified: bool = False          # steps with it were finite
+    verified: bool = False          # steps with the change were finite
     evidence: str = ""
-    tried: tuple[str, ...] = ()     # what did not help
+    tried: tuple[str, ...] = ()     # changes that did not help
 
     def lines(self) -> list[str]:
-        """For the terminal."""
+        """Return the lines for the terminal."""
         return [f"  {self.kind:9} {self.code}", f"  evidence  {self.evidence}",
-                *(f"  in vain   {one}" for one in self.tried)]
+                *(f"  tried     did not help: {change}" for change in self.tried)]
 
 
 @dataclass
@@ -139,24 +145,26 @@ class Finding:
 
     origin: Operation
     device: str
-    micro_batch: int                # by calls of backward in the step
+    micro_batch: int                # number of the backward call in the step
     symptom: str = ""               # "the loss is nan"
     parameter: str = ""             # whose gradient or value the symptom is, or the parameter that arrived broken
     cause: Cause = PASSED_ON
     inputs: tuple[str, ...] = ()    # of the origin, as they were before the call
-    step: int = 0                   # optimizer steps before it, skipped ones counted
+    step: int = 0                   # number of optimizer steps before it, skipped steps included
     scale: float | None = None      # the loss scale
-    skipped: bool = False           # a scaler met it and skips the step, as it should
-    times: int = 1                  # further findings at the same place are counted
+    skipped: bool = False           # a scaler skips the step because of it, as it should
+    times: int = 1                  # how often it was found at the same place
     suggestion: Suggestion | None = None
     elements: str = ""              # how many are broken, and in which rows
-    made: Operation | None = None   # what computed the 0 or inf that the origin cannot take
+    made: Operation | None = None   # the operator that computed the 0 or inf that the origin cannot take
 
     def __str__(self) -> str:
-        shown = [*self.inputs[:3]] + [f"{len(self.inputs) - 3} more"] * (len(self.inputs) > 3)
+        shown = list(self.inputs[:3])
+        if len(self.inputs) > 3:
+            shown.append(f"{len(self.inputs) - 3} more")
         inputs = "; inputs " + ", ".join(shown) if shown else ""
         micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
-        times = f", {self.times} times alike" if self.times > 1 else ""
+        times = f", found {self.times} times" if self.times > 1 else ""
         return "\n".join([
             f"{self.symptom} in step {self.step}{micro_batch}{times}",
             f"  origin    {self.origin}" + (f": {self.elements}" if self.elements else ""),
@@ -165,28 +173,30 @@ class Finding:
         ])
 
     def why(self) -> str:
-        """The cause, with the place where the value was made that it is about."""
+        """Return the cause in words, with the operator that made the value that the cause is about."""
         if self.made is None:
             return self.cause.text
         made = f"{self.made.op}{self.made.where()}"
         return f"{self.cause.text}, in {made}" if self.cause.kind == "rounded" else f"{self.cause.text}; from {made}"
 
     def is_like(self, other: Finding) -> bool:
-        """Whether another one is of the same operator, place and kind."""
-        one, two = (replace(it.origin, index=0, phase="", call=0, dtype="", shape=()) for it in (self, other))
-        return one == two and self.cause.kind == other.cause.kind
+        """Whether another finding has the same operator, place and kind of cause."""
+        place, other_place = (
+            replace(finding.origin, index=0, phase="", call=0, dtype="", shape=()) for finding in (self, other)
+        )
+        return place == other_place and self.cause.kind == other.cause.kind
 
 
 @dataclass
 class NonFiniteReport(Report):
-    """What `detect_nonfinite` and `find_nonfinite` found."""
+    """The report of `detect_nonfinite` and `find_nonfinite`."""
 
     kind = "nonfinite"
     findings: list[Finding] = field(default_factory=list)
-    skipped: list[Finding] = field(default_factory=list)    # what a scaler met: normal while its scale settles
+    skipped: list[Finding] = field(default_factory=list)    # a scaler skips these: normal while its scale settles
     steps: int = 0
     operators: int = 0
-    rank: int | None = None     # of several processes
+    rank: int | None = None     # of this process; None where it is alone
     note: str = ""
 
     def __bool__(self) -> bool:
@@ -194,35 +204,43 @@ class NonFiniteReport(Report):
 
     def __str__(self) -> str:
         rank = f"rank {self.rank}: " if self.rank is not None else ""
-        looked = f"{self.operators} operators in {self.steps} {'step' if self.steps == 1 else 'steps'}"
+        checked = f"{self.operators} operators in {_counted(self.steps, 'step')}"
         blocks = self.first_lines() + [f"{rank}{finding}" for finding in self.findings[:1]]
         blocks += [
             f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.why()}"
             for finding in self.findings[1:]
         ]
         if self.incomplete and not self.findings:
-            blocks.append(f"{rank}inconclusive: {self.incomplete}. Nothing was found until then: {looked}")
+            blocks.append(f"{rank}inconclusive: {self.incomplete}. Nothing was found until then: {checked}")
         elif not self.findings:
-            blocks.append(f"{rank}no inf or NaN reached a loss, a gradient, a parameter or a result: {looked}")
+            blocks.append(f"{rank}no inf or NaN reached a loss, a gradient, a parameter or a result: {checked}")
         blocks += [
-            f"{rank}step {finding.step} was left to the loss scaler, which skips it: {finding.cause.text} "
+            f"{rank}the loss scaler skips step {finding.step}: {finding.cause.text} "
             f"at a scale of {finding.scale or 0:g}, in {finding.origin}" for finding in self.skipped
         ]
-        return "\n".join([*blocks, *([f"note: {self.note}"] if self.note else [])])
+        if self.note:
+            blocks.append(f"note: {self.note}")
+        return "\n".join(blocks)
 
     def add(self, finding: Finding) -> bool:
-        """Add a finding, or count it with one at the same place. Returns whether it is new."""
-        into = self.skipped if finding.skipped else self.findings
-        for other in into:
-            if other.is_like(finding) or (finding.cause.kind == "arrived" and self.findings):
-                other.times += 1
+        """Add a finding, or count it with an earlier finding at the same place. Returns whether it is new."""
+        findings = self.skipped if finding.skipped else self.findings
+        for earlier in findings:
+            if earlier.is_like(finding) or (finding.cause.kind == "arrived" and self.findings):
+                earlier.times += 1
                 return False
-        into.append(finding)
+        findings.append(finding)
         return True
 
 
 class NonFiniteError(FloatingPointError):
-    """A step made inf or NaN that reached its loss, a gradient, a parameter or a result. `report` has it all."""
+    """The error of `detect_nonfinite`: a step's inf or NaN reached its loss, a gradient, a parameter or a result.
+
+    Its message is the report as text.
+
+    Attributes:
+        report: the `NonFiniteReport`.
+    """
 
     def __init__(self, report: NonFiniteReport) -> None:
         super().__init__(str(report))
@@ -231,13 +249,13 @@ class NonFiniteError(FloatingPointError):
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorError(Operation):
-    """One operator call. Errors are 2-norms of differences, relative to the reference's; inf where a result overflowed.
+    """The errors of one operator call: 2-norms of differences as shares of the reference's norm, inf after an overflow.
 
-    `total` is from the reference run; `local` from the same operator in the reference's dtype on the same inputs: its
-    own rounding; `propagated` is what came in with the inputs; `amplification` that over the largest error among them,
-    which was mostly made by the call with the index `error_from`, -1 without one.
-    `lost` is the share of elements that the operator itself makes zero and that would not be. `largest` is the largest
-    magnitude in the reference, `norm` its 2-norm.
+    `total` is the error against the reference run. `local` is the operator's own rounding: against the same operator
+    in the reference's dtype on the same inputs. `propagated` is the error that came in with the inputs, and
+    `amplification` its ratio to the largest error of an input, most of which the call with the index `error_from` made
+    (-1 without such a call). `lost` is the share of elements that the operator makes zero and that are not zero in the
+    reference. `largest` is the largest magnitude in the reference, `norm` the reference's 2-norm.
     """
 
     total: float
@@ -252,9 +270,10 @@ class OperatorError(Operation):
 
 @dataclass(frozen=True)
 class GradientError:
-    """A parameter's gradient. `error` is relative to its own norm, `share` to the norm of all gradients together.
+    """The error of a parameter's gradient: `error` relative to its own norm, `share` to the norm of all gradients.
 
-    A gradient that is zero in exact arithmetic is all rounding, and its `error` means nothing: `share` does.
+    `lost` is the share of elements that are 0 and not 0 in the reference. A gradient that is zero in exact arithmetic
+    is nothing but rounding: its `error` means nothing, its `share` does.
     """
 
     error: float
@@ -265,10 +284,10 @@ class GradientError:
 
 @dataclass(frozen=True)
 class LostUpdate:
-    """A tensor in 16 bits of which an update changes less than half of the elements that it is to change."""
+    """A tensor in 16 bits where more than half of the elements of an update are rounded away."""
 
-    what: str       # the parameter by name that an optimizer updates, or the operator that updates something in place
-    share: float    # that is rounded away
+    what: str       # the name of the parameter that an optimizer updates, or the operator that updates in place
+    share: float    # of the elements that the update should change
     dtype: str
     file: str
     line: int
@@ -277,7 +296,7 @@ class LostUpdate:
 
 @dataclass
 class PrecisionReport(Report):
-    """What `compare_precision` measured; found are gradients that overflowed or are gone, and what the loop does."""
+    """The report of `compare_precision`; truthy with mistakes of the loop, and where gradients over- or underflowed."""
 
     kind = "precision"
     reference: str
@@ -285,13 +304,13 @@ class PrecisionReport(Report):
     gradients: dict[str, GradientError] = field(default_factory=dict)       # by parameter
     results: list[float] = field(default_factory=list)      # the errors of the tensors that the step returned
     lost_updates: list[LostUpdate] = field(default_factory=list)
-    opaque: dict[str, str] = field(default_factory=dict)    # operators without a reference of their own, and why
-    given: dict[str, str] = field(default_factory=dict)     # what came in 16 bits: its dtype, by name
+    opaque: dict[str, str] = field(default_factory=dict)    # operators that have no reference of their own, and why
+    given: dict[str, str] = field(default_factory=dict)     # tensors in 16 bits from before the step: dtype by name
     suggestion: Suggestion | None = None
-    scale: float = 1.0
+    scale: float = 1.0          # the loss scale
     loss: float | None = None
     reference_loss: float | None = None
-    step: int = 0
+    step: int = 0               # number of optimizer steps before it
 
     def __bool__(self) -> bool:
         overflowed = not (math.isfinite(self.gradient_error) or self.is_left_to_scaler)
@@ -299,12 +318,12 @@ class PrecisionReport(Report):
 
     @property
     def gradient_error(self) -> float:
-        """Of all gradients together."""
-        return math.hypot(*(one.share for one in self.gradients.values()))
+        """The error of all gradients together."""
+        return math.hypot(*(gradient.share for gradient in self.gradients.values()))
 
     @property
     def error(self) -> float:
-        """The largest among those of the gradients together, of the loss, and of what the step returned."""
+        """The largest error among those of all gradients together, of the loss, and of the step's results."""
         errors = [self.gradient_error, *self.results]
         if self.loss is not None and self.reference_loss is not None:
             errors.append(abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0))
@@ -312,117 +331,133 @@ class PrecisionReport(Report):
 
     @property
     def is_far_off(self) -> bool:
-        """Whether something should change."""
+        """Whether something should change: the error is 5 % or more, or updates are lost."""
         return bool(self.lost_updates) or not (self.error < 0.05 or self.is_left_to_scaler)
 
     @property
     def gone(self) -> list[str]:
-        """Parameters whose gradient is 0 almost everywhere, and in the reference a part of all that counts."""
-        norm = math.hypot(*(one.norm for one in self.gradients.values()))
-        return [name for name, one in self.gradients.items() if one.lost > 0.99 and one.norm > 1e-6 * norm]
+        """Parameters whose gradient is 0 almost everywhere, though not negligible in the reference."""
+        norm = math.hypot(*(gradient.norm for gradient in self.gradients.values()))
+        return [
+            name for name, gradient in self.gradients.items()
+            if gradient.lost > 0.99 and gradient.norm > 1e-6 * norm
+        ]
 
     @property
     def is_left_to_scaler(self) -> bool:
-        """Whether gradients overflow at the loss scale alone: a scaler skips the step, and halves it."""
+        """Whether gradients overflow only because of the loss scale: a scaler skips the step and halves the scale."""
         return not math.isfinite(self.gradient_error) and 1 <= (self.recommended_scale or 0) < self.scale
 
     @property
     def recommended_scale(self) -> float | None:
         """The largest power of two times `scale` with which no float16 result of backward overflows."""
-        low = [one.largest for one in self.operators if one.phase == "backward" and one.dtype == "float16"]
-        return self.scale * 2.0 ** math.floor(math.log2(65504 / max(low))) if any(low) else None
+        largest = [call.largest for call in self.operators if call.phase == "backward" and call.dtype == "float16"]
+        return self.scale * 2.0 ** math.floor(math.log2(65504 / max(largest))) if any(largest) else None
 
     @property
     def underflows(self) -> bool:
-        """Whether gradients are gone because float16 cannot hold them in backward."""
+        """Whether gradients are 0 because they underflow in float16 in backward."""
         return bool(self.gone) and any(
-            one.phase == "backward" and one.dtype == "float16" and one.lost > 0.5 for one in self.operators
+            call.phase == "backward" and call.dtype == "float16" and call.lost > 0.5 for call in self.operators
         )
 
     @property
     def amplified(self) -> OperatorError | None:
-        """The operator that makes an error grow most."""
-        found = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
-        return found if found is not None and found.amplification > 1 else None
+        """The call that amplifies an error most; None if no call does."""
+        worst = _worst(filter(self._matters, self.operators), lambda call: call.amplification)
+        return worst if worst is not None and worst.amplification > 1 else None
 
-    def maker(self, one: OperatorError) -> OperatorError | None:
-        """The call that made most of the error that came in with the inputs of another one."""
-        return next((other for other in self.operators if other.index == one.error_from), None)
+    def error_origin(self) -> OperatorError | None:
+        """Return the call where the largest error began: the one that is amplified later, else the largest rounding."""
+        made = None if self.amplified is None else self._made_input_error(self.amplified)
+        return made or _worst(self.operators, lambda call: call.local)
 
-    def rounds(self) -> OperatorError | None:
-        """Where the largest error began: what is amplified later, or what rounds."""
-        grown = None if self.amplified is None else self.maker(self.amplified)
-        return grown or _worst(self.operators, lambda one: one.local)
+    def _made_input_error(self, call: OperatorError) -> OperatorError | None:
+        """The call that made most of the error of another call's inputs."""
+        return next((earlier for earlier in self.operators if earlier.index == call.error_from), None)
 
-    def matters(self, one: OperatorError) -> bool:
-        """Whether an operator's error reaches anything. A gradient that is zero in exact arithmetic is all error."""
-        gradients = self.scale * math.hypot(*(other.norm for other in self.gradients.values()))
-        return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
+    def _matters(self, call: OperatorError) -> bool:
+        """Whether a call's error reaches anything: a gradient that is zero in exact arithmetic is nothing but error."""
+        gradients = self.scale * math.hypot(*(gradient.norm for gradient in self.gradients.values()))
+        return call.propagated > 1e-3 and (call.phase != "backward" or call.total * call.norm > 1e-3 * gradients)
 
     def __str__(self) -> str:
-        return "\n".join([*self.first_lines(), *self._numbers()])
+        return "\n".join([*self.first_lines(), *self._own_lines()])
 
-    def _numbers(self) -> list[str]:
+    def _own_lines(self) -> list[str]:
         if self.incomplete and not self.operators:
             return [f"inconclusive: {self.incomplete}"]
         if not self.operators:
             return [f"no operator of step {self.step} computed in less than {self.reference}"]
         lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
-        rounded = _worst(self.operators, lambda one: one.local)
+        rounded = _worst(self.operators, lambda call: call.local)
         if rounded is not None:
             how = "overflow  by" if math.isinf(rounded.local) else f"rounded   {rounded.local:.2g} by"
             lines.append(f"  {how} {rounded}, {rounded.dtype}")
-        if (grown := self.amplified) is not None:
-            lines.append(f"  amplified {grown.amplification:.3g} times, to {grown.propagated:.2g}, by {grown}")
-            if (maker := self.maker(grown)) is not None:
-                lines.append(f"  made      by {maker}, {maker.dtype}")
-        lost = _worst(self.operators, lambda one: one.lost)
+        amplified = self.amplified
+        if amplified is not None:
+            times, error = amplified.amplification, amplified.propagated
+            lines.append(f"  amplified {times:.3g} times, to {error:.2g}, by {amplified}")
+            made = self._made_input_error(amplified)
+            if made is not None:
+                lines.append(f"  made      by {made}, {made.dtype}")
+        lost = _worst(self.operators, lambda call: call.lost)
         if lost is not None:
             lines.append(f"  to zero   {lost.lost:.2%} by {lost}, {lost.dtype}")
         if self.lost_updates:
-            most = max(self.lost_updates, key=lambda one: one.share)
-            more = f" and of {len(self.lost_updates) - 1} more" if len(self.lost_updates) > 1 else ""
-            update = f"{'of' if most.by_optimizer else 'by'} {most.what}{more}"
-            lines.append(f"  unmoved   {most.share:.0%} of the update {update} rounds to nothing in {most.dtype}, "
-                         f"{most.file}:{most.line}")
+            most = max(self.lost_updates, key=lambda update: update.share)
+            more = f" and {len(self.lost_updates) - 1} more" if len(self.lost_updates) > 1 else ""
+            lines.append(f"  updates   {most.share:.0%} lost {'of' if most.by_optimizer else 'by'} {most.what}{more}: "
+                         f"rounded away in {most.dtype}, {most.file}:{most.line}")
         if self.recommended_scale is not None:
             lines.append(f"  scale     {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
         lines += [f"  unseen    {op}: {why}" for op, why in self.opaque.items()]
         if self.given:
             names = list(self.given)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  as given  {', '.join(names[:3])}{more}: in 16 bits before the step, and not compared")
+            lines.append(f"  given     {', '.join(names[:3])}{more}: in 16 bits before the step, and not compared")
         return lines + (self.suggestion.lines() if self.suggestion is not None else [])
 
     def _symptom(self) -> str:
         parts = []
         if self.gone:
-            parts.append(f"the gradients of {len(self.gone)} of {len(self.gradients)} parameters are gone: they are 0")
+            parts.append(f"the gradients of {len(self.gone)} of {len(self.gradients)} parameters underflow to 0")
         elif self.is_left_to_scaler:
-            parts.append(f"gradients overflow at a loss scale of {self.scale:g}, and are left to the scaler")
+            parts.append(f"gradients overflow at a loss scale of {self.scale:g}, and a scaler skips the step")
         elif self.gradients:
             parts.append(f"gradients are {self.gradient_error:.2g} off")
         elif self.results:
             parts.append(f"results are {max(self.results):.2g} off")
         if self.loss is not None and self.reference_loss is not None:
-            parts.append(f"the loss is {self.loss:.6g} for {self.reference_loss:.6g}")
+            parts.append(f"the loss is {self.loss:.6g} instead of {self.reference_loss:.6g}")
         return ", ".join(parts) or f"{len(self.operators)} operators were compared"
 
     def table(self, rows: int = 20) -> str:
-        """The operator of each module that rounds most, forward and backward apart."""
+        """Return a table of the call with the largest rounding in each module, forward and backward apart.
+
+        Args:
+            rows: the most rows, without the header.
+        """
         worst: dict[tuple[str, str], OperatorError] = {}
-        for one in sorted(self.operators, key=lambda one: one.local, reverse=True):
-            worst.setdefault((one.module, one.phase), one)
-        return "\n".join([
-            f"{'local':>9} {'total':>9} {'amplif.':>9} {'to zero':>8}  {'phase':9} module: operator",
-            *(f"{one.local:9.2g} {one.total:9.2g} {one.amplification:9.3g} {one.lost:8.2%}  {one.phase:9} "
-              f"{one.module or '(none)'}: {one.op}" for one in list(worst.values())[:rows]),
-        ])
+        for call in sorted(self.operators, key=lambda call: call.local, reverse=True):
+            worst.setdefault((call.module, call.phase), call)
+        numbers = ("local", "total", "amplified", "to zero")
+        cells = [(*numbers, "phase", "module", "operator")]
+        cells += [
+            (f"{call.local:.2g}", f"{call.total:.2g}", f"{call.amplification:.3g}", f"{call.lost:.2%}",
+             call.phase, call.module or "(none)", call.op)
+            for call in list(worst.values())[:rows]
+        ]
+        return "\n".join(table(cells, flush_right=numbers))
 
 
-def _worst(some: Iterable[OperatorError], by: Callable[[OperatorError], float]) -> OperatorError | None:
-    found = max(some, key=by, default=None)
-    return found if found is not None and by(found) > 0 else None
+def _worst(calls: Iterable[OperatorError], by: Callable[[OperatorError], float]) -> OperatorError | None:
+    worst = max(calls, key=by, default=None)
+    return worst if worst is not None and by(worst) > 0 else None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def plain(value: Any) -> Any:
