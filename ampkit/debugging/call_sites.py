@@ -1,9 +1,8 @@
-"""Where an operator is called from: which module runs, which line of the user's, and what stands between.
+"""Where an operator is called from: the module that runs, the line of the user's code, and a scaler or recompute.
 
-Modules are a stack per thread, kept by global hooks while a tool is open. One walk over the frames finds the line, and
-whether a loss scaler or a checkpoint's recompute stands between. Frames are told apart by their files: torch's,
-ampkit's and Python's own are libraries, everything else (transformers and its like too) is where somebody wrote the
-model down.
+Global hooks keep a stack of modules per thread while a tool is open. One walk up the frames finds the user's line, and
+whether the call comes from a loss scaler or a checkpoint's recompute. The file of a frame decides what it is: files of
+torch, ampkit and Python are libraries; all others, those of transformers too, are where somebody wrote the model.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ _Kind = Literal["user", "library", "scaler", "recompute", "backward"]
 _SPECIAL: dict[str, _Kind] = {
     f"{TORCH}amp/grad_scaler.py": "scaler",
     f"{TORCH}utils/checkpoint.py": "recompute",
-    f"{TORCH}autograd/graph.py": "backward",       # above it is who called backward
+    f"{TORCH}autograd/graph.py": "backward",       # frames above it called backward
 }
 _files: dict[str, _Kind] = {}
 
 
 class Caller(NamedTuple):
-    """Who called an operator. The line is worked out when somebody asks: most operators never come up."""
+    """The caller of an operator. `line` computes the line when asked: no report mentions most operators."""
 
-    code: CodeType | None       # None: no code of the user's is on this thread's stack
+    code: CodeType | None       # of the innermost user frame; None: this thread's stack has none
     instruction: int
-    scaler: bool
-    scaling: bool               # it is a loss that the scaler scales, and no gradient that it looks at
-    recompute: bool
-    outside: bool               # it called backward, and is not itself what backward runs
+    scaler: bool                # a loss scaler called the operator
+    scaling: bool               # to scale a loss, not to unscale or check gradients
+    recompute: bool             # a checkpoint computes its forward again
+    outside: bool               # the user frame called backward, and does not run inside it
 
     def line(self) -> tuple[str, int]:
-        """Where in the user's code: the file as seen from the working directory, and the line; ("", 0) if nowhere."""
+        """The file, relative to the working directory, and the line of the user's code; ("", 0) if there is none."""
         if self.code is None:
             return "", 0
         lines = (line for start, end, line in self.code.co_lines() if start <= self.instruction < end and line)
@@ -55,15 +54,15 @@ class Caller(NamedTuple):
 
 
 def find_caller(depth: int, *, recompute: bool = False) -> Caller:
-    """The innermost user frame, from `depth` frames up; with `recompute`, also whether a checkpoint runs it again."""
+    """The innermost user frame, from `depth` frames up; with `recompute`, check for a checkpoint's recompute too."""
     frame = sys._getframe(depth)
     code, instruction = None, 0
     scaler = scaling = outside = False
     while frame is not None:
-        name = frame.f_code.co_filename
-        kind = _files.get(name)
+        filename = frame.f_code.co_filename
+        kind = _files.get(filename)
         if kind is None:
-            kind = _files[name] = _classify(name)
+            kind = _files[filename] = _classify(filename)
         if kind == "user":
             if code is None:
                 code, instruction = frame.f_code, frame.f_lasti
@@ -83,44 +82,44 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
     return Caller(code, instruction, scaler, scaling, recompute=False, outside=outside)
 
 
-def _classify(name: str) -> _Kind:
-    if name in _SPECIAL:
-        return _SPECIAL[name]
-    if name.startswith(f"{AMPKIT}scaler/"):
+def _classify(filename: str) -> _Kind:
+    if filename in _SPECIAL:
+        return _SPECIAL[filename]
+    if filename.startswith(f"{AMPKIT}scaler/"):
         return "scaler"
-    return "library" if is_library(name) else "user"
+    return "library" if is_library(filename) else "user"
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module: its path from the model, and which call since the step began."""
+    """One call of a module: its path from the model, and the number of the call in the step."""
 
-    name: str                       # its class, where it is not below the model, or the model itself
-    number: int                     # 1 is the first; 0 in a recompute, which cannot tell
+    name: str                       # the class name for the model itself, and for modules outside of it
+    number: int                     # from 1; 0 in a recompute, where it is not known
 
 
 class _Running(threading.local):
-    """The modules that this thread is in, outermost first."""
+    """The modules that run in this thread, outermost first."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[Module, ModuleCall]] = []
 
 
 class ModuleCalls:
-    """Follows the calls of modules, of `model` or, without one, of whatever module is outermost."""
+    """Follows the calls of modules below `model`; without it, below the outermost module that runs."""
 
     def __init__(self, model: Module | None) -> None:
         self.model = model
         self._running = _Running()
         self._numbers: dict[int, int] = {}
         self._roots: dict[int, Module] = {}
-        self.region: Literal["ampkit", "torch", "none"] = "none"       # what modules were called in
+        self.region: Literal["ampkit", "torch", "none"] = "none"       # the kind of region that modules ran in
         self._device_types = {"cpu", current_device_type()}
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Context with the hooks.
+        """Context in which the hooks are registered.
 
-        A compiled module warns that they fire for its wrapper too: they do, and wrappers have no path here.
+        A compiled module warns that the hooks also run for its wrapper, which is harmless: a wrapper has no path here.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
@@ -129,28 +128,28 @@ class ModuleCalls:
                     yield
 
     def current(self) -> ModuleCall | None:
-        """The innermost call that this thread is in."""
+        """The innermost module call of this thread."""
         stack = self._running.stack
         return stack[-1][1] if stack else None
 
     def roots(self) -> list[Module]:
-        """The models that were given or seen."""
+        """The model, or without one the outermost modules that ran."""
         return [self.model] if self.model is not None else list(self._roots.values())
 
     def new_step(self) -> None:
-        """Count calls from one again."""
+        """Count calls from 1 again."""
         self._numbers.clear()
 
     def _enter(self, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            return      # a trace follows hooks, and fails on what they do
+            return      # Dynamo traces hooks too, and fails on these
         if self.region != "ampkit":
             self._note_region()
         stack = self._running.stack
         root = self.model if self.model is not None else (stack[0][0] if stack else module)
         self._roots[id(root)] = root
         number = 0
-        if current_node() is None:      # else a checkpoint runs it again
+        if current_node() is None:      # not in a checkpoint's recompute
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
         stack.append((module, ModuleCall(path_of(root, module) or type(module).__name__, number)))
 
@@ -165,4 +164,4 @@ class ModuleCalls:
             return
         stack = self._running.stack
         while stack and stack.pop()[0] is not module:
-            pass        # those inside it that an exception ended
+            pass        # modules inside of it that ended with an exception

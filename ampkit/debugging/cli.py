@@ -1,7 +1,7 @@
-"""`ampkit debug`: the tools on a training script that knows nothing of them.
+"""`ampkit debug`: runs a debugging tool on a training script, without changes to the script.
 
-Reports go to stdout, what is said on the way to stderr. Exit codes: 0 clean, 1 something was found, 2 bad input,
-3 inconclusive, 130 interrupted.
+Reports go to stdout, errors to stderr. Exit codes: 0 clean, 1 something was found, 2 bad input, 3 inconclusive, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
     except Exception:
-        traceback.print_exc()       # 1 would say that something was found
+        traceback.print_exc()       # not exit code 1, which means that something was found
         return INCONCLUSIVE
     if report.status == "inconclusive":
         return INTERRUPTED if report.incomplete == _INTERRUPT else INCONCLUSIVE
@@ -48,30 +48,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ampkit debug", description="Find out where numbers go wrong.")
     tools = parser.add_subparsers(dest="tool", required=True, metavar="tool")
     nonfinite = tools.add_parser("nonfinite", help="where inf and NaN come from in a training script")
-    nonfinite.add_argument("--from-step", type=_count, default=0, metavar="N", help="look after N optimizer steps")
+    nonfinite.add_argument("--from-step", type=_count, default=0, metavar="N", help="begin after N optimizer steps")
     nonfinite.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     precision = tools.add_parser("precision", help="what one step of a training script loses to low precision")
-    precision.add_argument("--at-step", type=_count, default=0, metavar="N", help="the step after N optimizer steps")
+    precision.add_argument("--at-step", type=_count, default=0, metavar="N",
+                           help="compare the step after N optimizer steps")
     loop = tools.add_parser("loop", help="whether scaler, gradients and optimizer are called in the right order")
-    monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on a step now and then")
+    monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on every Nth step")
     monitor.add_argument("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
     monitor.add_argument("--out", type=_absolute, default="ampkit-monitor.jsonl", metavar="F",
-                         help="a line of JSON per sample; a file that is there is replaced")
+                         help="file for the samples, a line of JSON each; an existing file is replaced")
     for tool in (nonfinite, precision, loop, monitor):
         tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
         tool.add_argument("script")
-        tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+        tool.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     return parser
 
 
-# The tools: each runs the script, and returns its report and what to print.
+# The tools: each runs the script, and returns its report and the text to print.
 
 
 def _nonfinite(options: Any) -> tuple[Report, str]:
     detect = detect_nonfinite(on_found="record" if options.keep_going else "raise")
     detect.first_step = options.from_step
     report = detect.report
-    report.incomplete = _run(options, detect) or _too_early(options.from_step, looked=report.steps > 0)
+    report.incomplete = _run(options, detect) or _too_early(options.from_step, checked=report.steps > 0)
     return report, str(report)
 
 
@@ -80,7 +81,7 @@ def _precision(options: Any) -> tuple[Report, str]:
     report = comparison.report
     comparison.first_step = report.step = options.at_step
     comparison.on_step = _stop
-    report.incomplete = _run(options, comparison) or _too_early(options.at_step, looked=comparison.begun)
+    report.incomplete = _run(options, comparison) or _too_early(options.at_step, checked=comparison.begun)
     return report, f"{report}\n\n{report.table()}" if report.operators else str(report)
 
 
@@ -98,14 +99,14 @@ def _monitor(options: Any) -> tuple[Report, str]:
     return report, f"{report}\n{monitor}"
 
 
-def _too_early(step: int, *, looked: bool) -> str:
-    """Why a report is about nothing; "" where it is not."""
-    return "" if looked else (f"the script ended before step {step}, and nothing was looked at. Steps that a scaler "
-                              "skips do not count until then")
+def _too_early(step: int, *, checked: bool) -> str:
+    """Why a report is incomplete if no step was checked; "" if one was."""
+    return "" if checked else (f"the script ended before step {step}, and nothing was checked. Steps that a scaler "
+                               "skips do not count until then")
 
 
 class _Stopped(BaseException):
-    """A tool has seen what it wanted to see. No `Exception`, so that no handler of the script's takes it."""
+    """Ends the script once a tool has its result. Not an `Exception`, so that the script does not catch it."""
 
 
 def _stop() -> None:
@@ -115,14 +116,14 @@ def _stop() -> None:
 def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     """Run the user's script under a tool, as `python script.py ARGS` would run it.
 
-    Returns why it did not run to its end; "" where it did, or the tool stopped it.
+    Returns why it did not run to its end; "" if it did, or if the tool stopped it.
     """
     if not Path(options.script).is_file():
         raise FileNotFoundError(f"{options.script} is no file; expected the training script, then its own arguments")
     for name in ("json", "out"):
         file = getattr(options, name, None)
         if file and not Path(file).parent.is_dir():
-            raise FileNotFoundError(f"--{name} is {file}; expected a file in a folder that is there")
+            raise FileNotFoundError(f"--{name} is {file}; expected a file in an existing folder")
     argv, path = sys.argv, list(sys.path)
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).resolve().parent))
@@ -136,7 +137,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     except SystemExit as left:
         return f"the script ended with exit code {left.code}" if left.code else ""
     except Exception as error:
-        traceback.print_exc()       # the script's own
+        traceback.print_exc()       # of the script
         return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
         sys.argv, sys.path[:] = argv, path

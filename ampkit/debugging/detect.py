@@ -1,6 +1,6 @@
-"""`detect_nonfinite`: a context around training steps that says where inf and NaN come from.
+"""`detect_nonfinite`: a context around training steps that reports the operator where inf or NaN began.
 
-Every operator's result is read on the host at once, while the inputs of one that went wrong are still there.
+It reads every operator's result on the host at once, while the inputs of a broken result still exist.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from ampkit.containers import map_tensors
 from ampkit.debugging import causes
-from ampkit.debugging.nonfinite_origins import Record, Trace, trace
+from ampkit.debugging.nonfinite_origins import Event, Origin, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
@@ -26,7 +26,7 @@ from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 
 
 def _is_cured_by_scaler(finding: Finding) -> bool:
-    """Whether a smaller loss scale helps, as in the warm-up of a scaler."""
+    """Whether a smaller loss scale helps, as while a scaler's scale settles."""
     cause, scale = finding.cause, finding.scale
     if scale is None or finding.origin.phase != "backward":
         return False
@@ -35,79 +35,88 @@ def _is_cured_by_scaler(finding: Finding) -> bool:
     return cause.kind in ("intermediate", "received", "unknown")
 
 
-def _symptom(last: Record) -> str:
-    """What a user sees."""
-    name = last.finding.parameter
-    if last.shows == "loss":
-        what = "the loss"
-    elif last.shows in ("parameter", "buffer"):
-        what = f"{last.shows} {name or '?'}"
-    elif last.shows == "gradient" or last.phase in ("backward", "scaler"):
-        what = f"the gradient of {name or 'an input'}"
+def _symptom(event: Event) -> str:
+    """The symptom in the user's words: the loss, a parameter, a gradient or a result, and its non-finite values."""
+    name = event.finding.parameter
+    if event.shows == "loss":
+        broken = "the loss"
+    elif event.shows in ("parameter", "buffer"):
+        broken = f"{event.shows} {name or '?'}"
+    elif event.shows == "gradient" or event.phase in ("backward", "scaler"):
+        broken = f"the gradient of {name or 'an input'}"
     else:
-        what = "a result" if last.scalar else "a tensor that nothing absorbs"
-    return f"{what} is {last.values}"
+        broken = "a result" if event.scalar else "a tensor that nothing absorbs"
+    return f"{broken} is {event.values}"
 
 
 def rank() -> int | None:
-    """Of this process among several; None where it is alone."""
+    """The rank of this process among several; None if it is alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() if torch.distributed.get_world_size() > 1 else None
     return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
-# --- what a step did
+class _Writers(NamedTuple):
+    """The events that wrote a storage, and the last call that did."""
 
-
-class _Written(NamedTuple):
-    """The records that wrote a tensor's memory, and the last call."""
-
-    records: tuple[int, ...]
-    call: OperatorCall | None
+    events: tuple[int, ...]
+    call: OperatorCall | None       # None for a tensor that was there before the step
 
 
 class _Input(NamedTuple):
-    """A tensor that an operator is given."""
+    """A tensor argument of an operator call."""
 
     before: Tensor                      # its values as they were before the call
     tensor: Tensor
-    writers: tuple[int, ...] | None     # the records that wrote it; None: it was there before
+    writers: tuple[int, ...] | None     # the events that wrote it; None: it was there before the step
 
 
 class detect_nonfinite(OperatorObserver[NonFiniteReport]):
-    """Context in which every operator's result is looked at, forward, backward and optimizer::
+    """Context that checks every operator's result for inf and NaN, in forward, backward and optimizer.
+
+    For each symptom (a loss, gradient, parameter or result that is inf or NaN) the report names the first operator
+    whose inputs were finite and whose result was not: its module and the number of the module's call, the user's line,
+    and the cause, which it finds by running the operator again in float64 on the same inputs. Values that later
+    operators absorb, such as masks of -inf, are no finding. Gradients that overflow only because of the loss scale are
+    in `report.skipped`: the scaler skips those steps.
+
+    A step ends after `optimizer.step()`, where a scaler skips it, and at the end of the context. Compiled functions run
+    eagerly meanwhile. Results and random numbers stay the same to the bit.
+
+    Synchronizes with the device at each operator, to read its result on the host.
+
+    Args:
+        model: module whose submodules are named by their paths; None takes the outermost module that runs.
+        on_found: "raise" raises `NonFiniteError` at the end of a step with a finding, "record" only fills the report.
+
+    Raises:
+        NonFiniteError: at the end of a step, if `on_found` is "raise".
+        TypeError: if `model` is no module.
+        ValueError: if `on_found` is another value.
+
+    Entering returns the `NonFiniteReport`.
+
+    Example::
 
         with debugging.detect_nonfinite(model) as report:
             loss = model(x).mean()
             loss.backward()
             optimizer.step()
-
-    It names the first operator whose inputs were finite and whose result was not, its module and which call of it, the
-    user's line, why (the operator runs again in float64 on the same inputs), and the loss, gradient, parameter or
-    result where it shows. What is absorbed on the way, such as masks of -inf, is no finding; gradients that a
-    GradScaler meets and that a smaller scale can cure are in `report.skipped`.
-
-    `model`: paths count from it; None takes the outermost module that runs. `on_found`: "raise" raises
-    `NonFiniteError` when the step ends, "record" only fills the report. Each result is read on the host, which waits
-    for an accelerator at each operator.
-
-    A step ends after `optimizer.step()`, when a scaler has skipped it, and at the end of the context. Compiled
-    functions run eagerly meanwhile. Results and random numbers stay the same to the bit.
     """
 
     def __init__(self, model: Module | None = None, on_found: Literal["raise", "record"] = "raise") -> None:
         if on_found not in ("raise", "record"):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
         super().__init__(model, NonFiniteReport(rank=rank()))
-        self.losses: list[float] = []           # as backward began
-        self._records: dict[int, Record] = {}   # the broken ones of this step, and who read them
+        self.losses: list[float] = []           # unscaled, one for each call of backward
+        self._events: dict[int, Event] = {}     # of this step: the broken ones, and those that read them
         self._on_found = on_found
-        self._complete = True       # False: an exception ended the step, and what was not read might have been
-        self._writers: StorageMap[_Written] = StorageMap()
-        self._backwards = 0
-        self._next = 0
-        self._left: set[int] = set()    # what was broken in a step that a scaler skipped
-        self._begun_step = False    # it computes: a loss that is printed after the last one begins none
+        self._complete = True       # False: an exception ended the step, and a later operator could absorb an inf
+        self._writers: StorageMap[_Writers] = StorageMap()
+        self._backwards = 0         # calls of backward in this step
+        self._next = 0              # index of the next event
+        self._left: set[int] = set()    # the broken events of the last step that a scaler skipped
+        self._begun_step = False    # the step has computed something that counts, see `_observe`
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -117,96 +126,101 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             self.report.incomplete = f"the steps ended with {type(error).__name__}"
         self._count()
         if error is None or (isinstance(error, Exception) and not isinstance(error, NonFiniteError)):
-            self.step_ended()       # what the user's code raised stays as the context of what is raised here
+            self._step_ended()      # the user's own error stays the context of a NonFiniteError
 
-    def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = call.facts
+        # After the last step a loop may print a loss or an average: operators outside of modules begin no new step.
         self._begun_step |= call.phase == "backward" or (
             call.phase == "forward" and (call.module is not None or self.step == 0)
         )
-        given = call.given
+        read = call.tensors
         written = facts.written(args, kwargs)
         if written and facts.overwrites:
-            given = [one for one in given if not any(one is other for other in written)]
+            read = [tensor for tensor in read if not any(tensor is other for other in written)]
         buffers = facts.buffers(args, kwargs)
-        kept: dict[int, Tensor] = {}        # what is written, as it was before
+        kept: dict[int, Tensor] = {}        # copies of what the call writes, from before it
         if (written or buffers) and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
-        writers = [] if facts.shape_only else [self._writers_of(one) for one in given]
+        writers = [] if facts.shape_only else [self._writers_of(tensor) for tensor in read]
         result = func(*args, **kwargs)
         if call.starts_backward:
-            self._note_loss(call.given[0])
+            self._note_loss(call.tensors[0])
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
-        read = tuple({index for some in writers for index in some or () if index in self._records})
-        if not outputs:     # a comparison, an index, a number on the host
-            read = tuple(index for index in read if not self._records[index].scalar)     # a loss is looked at by loops
-            if read and isinstance(result, Tensor) and result.dtype is torch.bool:
-                self._records[self._next] = Record(self._next, call.phase, read)
+        inputs = tuple({index for indices in writers for index in indices or () if index in self._events})
+        if not outputs:     # a comparison, an index, or a number on the host
+            inputs = tuple(index for index in inputs if not self._events[index].scalar)     # loops often check a loss
+            if inputs and isinstance(result, Tensor) and result.dtype is torch.bool:
+                self._events[self._next] = Event(self._next, call.phase, inputs)
                 self._next += 1
             return result
-        record = Record(self._next, call.phase, read, scalar=all(one.numel() == 1 for one in outputs))
+        event = Event(self._next, call.phase, inputs, scalar=all(output.numel() == 1 for output in outputs))
         self._next += 1
-        for one in outputs:
-            self._note_writer(one, record.index, call)
-        if facts.uninitialised or facts.communicates:
-            # Values that mean nothing yet: unwritten, or still under way. Whoever reads them looks.
-            finding = self._keep(record, call, outputs[0])
-            finding.cause = causes.UNINITIALISED if facts.uninitialised else causes.RECEIVED
+        for output in outputs:
+            self._note_writer(output, event.index, call)
+        if facts.uninitialized or facts.communicates:
+            # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
+            finding = self._keep(event, call, outputs[0])
+            finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
             return result
-        for one in outputs:
-            record.mark(*causes.extremes(one))
-        if record.broken:
-            before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
-            inputs = [_Input(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
-            self._explain(record, call, func, before, inputs, outputs)
-        elif read:
-            self._records[record.index] = record     # it absorbs something
+        for output in outputs:
+            event.note_range(*causes.extremes(output))
+        if event.broken:
+            before = map_tensors((args, kwargs), lambda each: kept.get(id(each), each)) if kept else (args, kwargs)
+            tensors = [_Input(kept.get(id(t), t), t, indices) for t, indices in zip(read, writers, strict=False)]
+            self._explain(event, call, func, before, tensors, outputs)
+        elif inputs:
+            self._events[event.index] = event       # it absorbs a broken value
         return result
 
     # --- the course of a step
 
-    def step_ended(self, *, skipped: bool = False) -> None:
+    def _step_ended(self, *, skipped: bool = False) -> None:
         if skipped:
-            self._left = {index for index, record in self._records.items() if record.broken}
+            self._left = {index for index, event in self._events.items() if event.broken}
         try:
-            if any(record.broken for record in self._records.values()):
+            if any(event.broken for event in self._events.values()):
                 self._note_gradients()
-                self._judge()
+                self._add_findings()
         finally:
-            self._records.clear()
+            self._events.clear()
             self.scale = None
             self._backwards = 0
             self._begun_step = False
 
-    def _judge(self) -> None:
-        """Turn what a step recorded into findings, and raise for the new ones."""
+    def _add_findings(self) -> None:
+        """Turn the events of a step into findings, and raise for new ones."""
         self._count()
-        found = [(one, self._finding(one)) for one in trace(self._records, complete=self._complete)]
+        found = [
+            (origin, self._finding(origin)) for origin in find_origins(self._events, complete=self._complete)
+        ]
         overflows = any(finding.skipped for _, finding in found)
         new = False
-        for one, finding in found:
-            # An inf that a smaller scale cures makes NaN of what would have been absorbed: the next step tells.
-            if finding.skipped or not (overflows and one.only_gradients):
-                new |= self.report.add(finding) and not finding.skipped
+        for origin, finding in found:
+            # An inf that a smaller scale cures may become NaN later in backward: the next step shows what remains.
+            if overflows and origin.only_gradients and not finding.skipped:
+                continue
+            if self.report.add(finding) and not finding.skipped:
+                new = True
         if new and self._on_found == "raise":
             raise NonFiniteError(self.report)
 
-    def _finding(self, found: Trace) -> Finding:
-        """What a report says of an origin."""
-        origin, symptom = found.origin, found.symptom
-        finding: Finding = replace(origin.finding)
+    def _finding(self, origin: Origin) -> Finding:
+        """The finding of an origin."""
+        event, symptom = origin.event, origin.symptom
+        finding: Finding = replace(event.finding)
         cause = finding.cause
         if cause.kind == "undefined" and finding.origin.backward_of:
             text = causes.advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
             finding.cause = replace(cause, text=text)
         elif cause.kind == "constant":
-            finding.cause = replace(cause, text=f"{origin.values}, which the code asks for")
+            finding.cause = replace(cause, text=f"{event.values}, which the code asks for")
         elif cause.kind == "from inf":
-            finding.made = found.constant.finding.origin if found.constant is not None else None
+            finding.made = origin.constant.finding.origin if origin.constant is not None else None
         if cause.kind != "arrived":
             finding.parameter = symptom.finding.parameter
         finding.symptom, finding.step, finding.scale = _symptom(symptom), self.step, self.scale
-        finding.skipped = found.only_gradients and _is_cured_by_scaler(finding)
+        finding.skipped = origin.only_gradients and _is_cured_by_scaler(finding)
         if not finding.skipped:
             changes = changes_for(finding, self.modules.region, self.modules.model)
             finding.suggestion = suggestion(changes, advice(finding))
@@ -214,144 +228,152 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
 
     def _count(self) -> None:
         self.report.operators = self.count
-        self.report.steps = max(0, self.step - self.first_step) + self._begun_step
+        self.report.steps = max(0, self.step - self.first_step)
+        if self._begun_step:
+            self.report.steps += 1
 
     def _note_loss(self, loss: Tensor) -> None:
         self._backwards += 1
         self.losses.append(float(loss.detach()) / (self.scale or 1.0))
         for index in self._writers_of(loss) or ():
-            if index in self._records:
-                self._records[index].shows = "loss"
+            if index in self._events:
+                self._events[index].shows = "loss"
 
     def _note_gradients(self) -> None:
-        """Which records are what parameters hold as gradients, whoever has read them since."""
-        named = [pair for root in self.modules.roots() for pair in root.named_parameters()]
-        for name, parameter in named:
-            for index in self._writers_of(parameter.grad) or () if parameter.grad is not None else ():
-                record = self._records.get(index)
-                if record is not None and record.broken:
-                    record.shows = record.shows or "gradient"
-                    record.finding.parameter = record.finding.parameter or name
+        """Note which events wrote the gradients of parameters, even if a later event has read them."""
+        for name, parameter in [pair for root in self.modules.roots() for pair in root.named_parameters()]:
+            if parameter.grad is None:
+                continue
+            for index in self._writers_of(parameter.grad) or ():
+                event = self._events.get(index)
+                if event is not None and event.broken:
+                    event.shows = event.shows or "gradient"
+                    event.finding.parameter = event.finding.parameter or name
 
     # --- who wrote what
 
     def _writers_of(self, tensor: Tensor) -> tuple[int, ...] | None:
-        """The records that wrote a tensor of floats; None for one that was there before."""
-        written = self._writers.get(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
-        return None if written is None else written.records
+        """The events that wrote a tensor of floats; None for a tensor that was there before."""
+        writers = self._writers.get(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
+        return None if writers is None else writers.events
 
     def _note_writer(self, tensor: Tensor, index: int, call: OperatorCall) -> None:
-        """A write to a part of some memory leaves what others wrote there."""
-        before: tuple[int, ...] = ()
+        """Note the event that wrote a tensor; a write to a part of a storage adds to the writers of the rest."""
+        earlier: tuple[int, ...] = ()
         if call.facts.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
-            before = tuple(one for one in self._writers_of(tensor) or () if one in self._records)
-        self._writers.set(tensor, _Written((*before, index), call))
+            earlier = tuple(writer for writer in self._writers_of(tensor) or () if writer in self._events)
+        self._writers.set(tensor, _Writers((*earlier, index), call))
 
-    def _keep(self, record: Record, call: OperatorCall, tensor: Tensor) -> Finding:
-        """Keep a record, with the beginning of a finding."""
-        operation = Operation(**self.where(call), dtype=causes.dtype_name(tensor.dtype), shape=tuple(tensor.shape))
-        micro_batch = max(1, self._backwards + (call.phase == "forward"))
-        self._records[record.index] = record
-        record.finding = Finding(operation, tensor.device.type, micro_batch)
-        return record.finding  # type: ignore[no-any-return]
+    def _keep(self, event: Event, call: OperatorCall, tensor: Tensor) -> Finding:
+        """Keep an event until the end of the step, and begin its finding."""
+        dtype, shape = causes.dtype_name(tensor.dtype), tuple(tensor.shape)
+        operation = Operation(**self._operation_fields(call), dtype=dtype, shape=shape)
+        micro_batch = self._backwards + 1 if call.phase == "forward" else max(1, self._backwards)
+        self._events[event.index] = event
+        event.finding = Finding(operation, tensor.device.type, micro_batch)
+        return event.finding  # type: ignore[no-any-return]
 
     def _arrive(self, tensor: Tensor, call: OperatorCall) -> tuple[int, ...]:
-        """A record for a tensor that no operator of this step wrote, and a call reads; none if it cannot be read."""
+        """Add an event for a tensor from before the step that a call reads; no event if it cannot be read."""
         if next(readable([tensor]), None) is None:
             return ()
-        record = Record(self._next, "before")
+        event = Event(self._next, "before")
         self._next += 1
-        self._writers.set(tensor, _Written((record.index,), None))
-        finding = self._keep(record, call, tensor)
+        self._writers.set(tensor, _Writers((event.index,), None))
+        finding = self._keep(event, call, tensor)
         finding.origin = replace(finding.origin, index=-1, op="", phase="before")
-        finding.parameter, finding.cause = self.name_of(tensor), causes.Cause("arrived", "it was there before the step")
-        record.mark(*causes.extremes(tensor))
-        return (record.index,)
+        finding.parameter = self._name_of(tensor)
+        finding.cause = causes.Cause("arrived", "it was there before the step")
+        event.note_range(*causes.extremes(tensor))
+        return (event.index,)
 
-    # --- why
+    # --- why a result is broken
 
     def _explain(
-        self, record: Record, call: OperatorCall, func: OpOverload, before: Any, given: list[_Input],
+        self, event: Event, call: OperatorCall, func: OpOverload, before: Any, inputs: list[_Input],
         outputs: list[Tensor],
     ) -> None:
-        """The result is broken: read the inputs as they were `before`, to tell whose fault it is."""
-        finding = self._keep(record, call, outputs[0])
-        self._note_parameter(record, call, outputs)
-        if any(index in self._left for one in given for index in one.writers or ()):
+        """Set the cause of a broken result; `before` has the arguments as they were before the call."""
+        finding = self._keep(event, call, outputs[0])
+        self._note_parameter(event, call, outputs)
+        if any(index in self._left for each in inputs for index in each.writers or ()):
             finding.cause = causes.SKIPPED
             return
         if call.facts.literal or causes.asks_for_nonfinite(before):
             finding.cause = causes.CONSTANT
             return
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
-            outputs, before = causes.item_at_fault(outputs, before)
+            outputs, before = causes.first_broken_item(outputs, before)
         finding.elements = causes.broken_elements(outputs)
-        mine = {id(value) for value in tensors_in(before)}
-        given = [one for one in given if id(one.before) in mine]
+        arguments = {id(tensor) for tensor in tensors_in(before)}
+        inputs = [each for each in inputs if id(each.before) in arguments]
         nan_in = inf_in = False
-        for one in given:
-            if next(readable([one.before]), None) is None:
+        for each in inputs:
+            if next(readable([each.before]), None) is None:
                 continue
-            low, high = causes.extremes(one.before)
+            low, high = causes.extremes(each.before)
             if not math.isfinite(high - low):
-                nan_in |= low != low
-                inf_in |= low == low
-                record.inputs += self._owner(one, low, high, call, record.index)
-        if nan_in or (inf_in and "nan" not in record.broken):
+                if math.isnan(low):
+                    nan_in = True
+                else:
+                    inf_in = True
+                event.inputs += self._blamed(each, low, high, call, event.index)
+        if nan_in or (inf_in and "nan" not in event.broken):
             return      # passed on
         finding.inputs = tuple(
-            causes.described(one.before, "" if one.writers else self.name_of(one.tensor)) for one in given
-            if one.before.numel() and not is_opaque(one.before) and one.before.dtype is not torch.bool
+            causes.described(each.before, "" if each.writers else self._name_of(each.tensor)) for each in inputs
+            if each.before.numel() and not is_opaque(each.before) and each.before.dtype is not torch.bool
         )
         args, kwargs = before
         finding.cause = causes.find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
         if finding.cause.kind == "undefined":
-            self._follow_zero(finding, given)
+            self._follow_pole(finding, inputs)
 
-    def _follow_zero(self, finding: Finding, given: list[_Input]) -> None:
-        """Who computed a 0, or an end of what the operator takes; a constant that its dtype rounds is the cause."""
-        taken = causes.poles(finding.origin.op, finding.origin.backward_of)
-        for value, tensor, _ in given:
+    def _follow_pole(self, finding: Finding, inputs: list[_Input]) -> None:
+        """Find the call that computed an input where the operator is undefined, or the constant that was rounded."""
+        poles = causes.poles(finding.origin.op, finding.origin.backward_of)
+        for before, tensor, _ in inputs:
             written = self._writers.get(tensor)
-            if written is None or written.call is None or not value.is_floating_point():
+            if written is None or written.call is None or not before.is_floating_point():
                 continue
-            there = [pole for pole in taken if bool((value == pole).any())]
-            number = causes.rounded_number(written.call.numbers, value.dtype, there)
-            if number is not None:
-                finding.made, finding.cause = Operation(**self.where(written.call)), causes.Cause("rounded", number)
+            present = [pole for pole in poles if bool((before == pole).any())]
+            rounded = causes.rounded_number(written.call.numbers, before.dtype, present)
+            if rounded is not None:
+                finding.made = Operation(**self._operation_fields(written.call))
+                finding.cause = causes.Cause("rounded", rounded)
                 return
-            if written.call.phase != "optimizer" and 0 in there:
-                finding.made = finding.made or Operation(**self.where(written.call))
+            if written.call.phase != "optimizer" and 0 in present:
+                finding.made = finding.made or Operation(**self._operation_fields(written.call))
 
-    def _owner(self, one: _Input, low: float, high: float, call: OperatorCall, reader: int) -> tuple[int, ...]:
-        """The record of a broken input, where none of the step says yet whose it is."""
-        records = [self._records[index] for index in one.writers or () if index in self._records]
-        if any(record.broken for record in records):
+    def _blamed(self, broken: _Input, low: float, high: float, call: OperatorCall, reader: int) -> tuple[int, ...]:
+        """The event to blame for a broken input with this range; none if a writer is known to be broken already."""
+        writers = [self._events[index] for index in broken.writers or () if index in self._events]
+        if any(writer.broken for writer in writers):
             return ()
-        for record in records:
-            if record.kind in ("uninitialised", "received"):
-                record.mark(low, high)
-                if any(index in self._records and self._records[index].broken for index in record.inputs):
-                    record.finding.cause = causes.PASSED_ON     # what was sent was broken: it is not another rank's
-                return (record.index,)
-        latest = self._writers.get(one.tensor)
-        arrived = self._arrive(one.tensor, call)
+        for writer in writers:
+            if writer.kind in ("uninitialized", "received"):
+                writer.note_range(low, high)
+                if any(index in self._events and self._events[index].broken for index in writer.inputs):
+                    writer.finding.cause = causes.PASSED_ON     # this rank sent a broken value itself
+                return (writer.index,)
+        latest = self._writers.get(broken.tensor)
+        arrived = self._arrive(broken.tensor, call)
         for index in arrived:
-            self._records[index].mark(low, high)
-        if latest is not None and reader in latest.records:
-            self._writers.set(one.tensor, latest)   # the call wrote it in place: what is there now is the call's
+            self._events[index].note_range(low, high)
+        if latest is not None and reader in latest.events:
+            self._writers.set(broken.tensor, latest)    # the call writes it in place: its values are now the call's
         return arrived
 
-    def _note_parameter(self, record: Record, call: OperatorCall, outputs: list[Tensor]) -> None:
-        """The parameter that a call writes in place, or whose gradient a scaler does; the first broken one."""
+    def _note_parameter(self, event: Event, call: OperatorCall, outputs: list[Tensor]) -> None:
+        """Note the first broken parameter or buffer that a call writes, or whose gradient a scaler writes."""
         if not (call.facts.mutable or call.facts.undeclared_writes):
             return
         buffers = {id(buffer) for root in self.modules.roots() for buffer in root.buffers()}
-        for one in filter(causes.is_broken, outputs):
+        for output in filter(causes.is_broken, outputs):
             if call.phase == "scaler":
-                record.finding.parameter = self.name_of(one).removesuffix(".grad")
+                event.finding.parameter = self._name_of(output).removesuffix(".grad")
                 return
-            if one.is_leaf and (one.requires_grad if call.facts.mutable else id(one) in buffers):
-                record.shows = "parameter" if call.facts.mutable else "buffer"
-                record.finding.parameter = self.name_of(one)
+            if output.is_leaf and (output.requires_grad if call.facts.mutable else id(output) in buffers):
+                event.shows = "parameter" if call.facts.mutable else "buffer"
+                event.finding.parameter = self._name_of(output)
                 return

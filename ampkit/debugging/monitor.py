@@ -1,4 +1,4 @@
-"""`TensorMonitor`: how near to the ends of their ranges a run's tensors are, on a step now and then."""
+"""`TensorMonitor`: samples how near a run's tensors are to overflow and underflow, and which updates are lost."""
 
 from __future__ import annotations
 
@@ -21,28 +21,43 @@ from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
 from ampkit.dtypes import SIXTEEN_BIT
 
-_MOST_ELEMENTS = 1 << 16    # of a parameter
+_MAX_ELEMENTS = 1 << 16     # the most elements of a parameter that are checked
 
 
 class TensorMonitor:
-    """Context that samples a run every so many optimizer steps: headroom, underflow, updates that are lost::
+    """Context that samples headroom, underflow and lost updates of a run on every `every`-th optimizer step.
+
+    A step ends with `optimizer.step()`; a step that a scaler skips does not count. Each sample is a dict, written as a
+    line of JSON to `path`; the attribute `last` has the last sample:
+
+    - `step`: the number of the step, from 0;
+    - `outputs` and `gradients`, by module, of results in float16 or bfloat16 and of their gradients: `headroom` is the
+      number of powers of two between the largest magnitude and the end of the range, 0 with an inf or NaN; `underflow`
+      is the share of elements that are not zero but below float16's smallest normal number (0 for bfloat16, which has
+      float32's range). If a module is called more than once, the worst value of each;
+    - `lost_updates`, by parameter: the share of the elements with a gradient that the optimizer did not change, among
+      65,536 elements at most.
+
+    Results and random numbers stay the same to the bit. Modules inside compiled functions are not seen.
+
+    Synchronizes with the device on sampled steps, once for each result, gradient and parameter; on other steps there
+    are no hooks of modules, and nothing synchronizes.
+
+    Args:
+        model: module whose submodules are named by their paths; None takes the outermost modules that run.
+        every: number of optimizer steps from one sample to the next; the first step is sampled.
+        path: file for the samples, which is emptied on entering; None writes no file.
+
+    Raises:
+        TypeError: if `model` is no module.
+        ValueError: if `every` is less than 1.
+
+    Entering returns the monitor, which prints the worst values of the last sample.
+
+    Example::
 
         with debugging.TensorMonitor(model, every=100, path="run.jsonl"):
             train(model, loader)
-
-    A step ends with `optimizer.step()`; one that a scaler skips does not count. On a sampled step (the first one, and
-    each `every` steps after it) modules have hooks, whose numbers are read on the host; on others nothing is there but
-    a counter. Each sample is a dict, a line of JSON in `path`, which is emptied first, and the last one in `last`:
-
-    - `outputs` and `gradients`, of what modules return in float16 or bfloat16: `headroom`, the powers of two between
-      the largest magnitude and the end of the range, 0 with an inf or NaN; `underflow`, the share of elements below the
-      smallest normal number but not zero (of float16: bfloat16 has float32's range). Of a module that is called often,
-      the worst.
-    - `lost_updates`, by parameter: of the elements with a gradient (65,536 at most are looked at), the share that the
-      optimizer did not move.
-    - `step`, counted from 0.
-
-    Results and random numbers are the same to the bit. Inside compiled functions no module is seen.
     """
 
     def __init__(self, model: Module | None = None, *, every: int = 100, path: str | Path | None = None) -> None:
@@ -55,14 +70,14 @@ class TensorMonitor:
         self._path = None if path is None else Path(path)
         self._step = 0
         self._modules = ModuleCalls(model)
-        self._open, self._hooks = ExitStack(), ExitStack()     # of the context, and of a sampled step
+        self._open, self._hooks = ExitStack(), ExitStack()     # of the context and of a sampled step
         self._worst: dict[str, dict[str, dict[str, float]]] = {}        # by kind and module
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameter, its value, where it should change
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameter, its elements, which should change
 
     def __enter__(self) -> TensorMonitor:
         if self._path is not None:
-            self._path.write_text("", encoding="utf-8")     # lines of a former run are none of this one's
-        # Torch does not let a hook of optimizers remove one: they stay between samples.
+            self._path.write_text("", encoding="utf-8")     # remove the lines of an earlier run
+        # An optimizer's hook may not remove hooks of optimizers, so these stay between samples.
         self._open.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
         self._open.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
         self._watch()
@@ -91,14 +106,17 @@ class TensorMonitor:
     @torch.no_grad()
     def _note(self, kind: str, module: str, tensor: Tensor) -> None:
         low, high = extremes(tensor)
-        largest, range_ = max(-low, high), torch.finfo(tensor.dtype)
-        headroom = 0.0 if not math.isfinite(high - low) else math.log2(range_.max / largest) if largest else math.inf
-        small = 0.0
+        largest, limits = max(-low, high), torch.finfo(tensor.dtype)
+        if not math.isfinite(high - low):
+            headroom = 0.0
+        else:
+            headroom = math.log2(limits.max / largest) if largest else math.inf
+        underflow = 0.0
         if tensor.dtype is torch.float16:
-            small = float(((tensor.abs() < range_.tiny) & (tensor != 0)).float().mean())
-        worst = self._worst[kind].setdefault(module, {"headroom": headroom, "underflow": small})
+            underflow = float(((tensor.abs() < limits.tiny) & (tensor != 0)).float().mean())
+        worst = self._worst[kind].setdefault(module, {"headroom": headroom, "underflow": underflow})
         worst["headroom"] = min(worst["headroom"], headroom)
-        worst["underflow"] = max(worst["underflow"], small)
+        worst["underflow"] = max(worst["underflow"], underflow)
 
     @torch.no_grad()
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -117,8 +135,8 @@ class TensorMonitor:
     def _write(self) -> None:
         names = {id(p): name for root in self._modules.roots() for name, p in root.named_parameters()}
         lost = {
-            names.get(id(one[0]), f"parameter {place}"): float(lost_share(*one))
-            for place, one in enumerate(self._before)
+            names.get(id(parameter), f"parameter {index}"): float(lost_share(parameter, before, wanted))
+            for index, (parameter, before, wanted) in enumerate(self._before)
         }
         self.last = {"step": self._step, **self._worst, "lost_updates": lost}
         self._before = []
@@ -127,17 +145,17 @@ class TensorMonitor:
                 file.write(json.dumps(plain(self.last), allow_nan=False) + "\n")
 
     def __str__(self) -> str:
-        """The last sample's worst."""
+        """The worst values of the last sample."""
         if self.last is None:
             return "no step was sampled"
         lines = [f"step {self.last['step']}"]
         for kind in ("outputs", "gradients"):
-            found = self.last[kind]
-            if found:
-                near = min(found, key=lambda name: found[name]["headroom"])
-                small = max(found, key=lambda name: found[name]["underflow"])
-                lines.append(f"  {kind:12} headroom {found[near]['headroom']:.1f} powers of two in {near}; "
-                             f"underflow {found[small]['underflow']:.1%} in {small}")
+            modules = self.last[kind]
+            if modules:
+                nearest = min(modules, key=lambda name: modules[name]["headroom"])
+                smallest = max(modules, key=lambda name: modules[name]["underflow"])
+                lines.append(f"  {kind:12} headroom {modules[nearest]['headroom']:.1f} powers of two in {nearest}; "
+                             f"underflow {modules[smallest]['underflow']:.1%} in {smallest}")
         lost = self.last["lost_updates"]
         if lost:
             most = max(lost, key=lost.__getitem__)
@@ -147,9 +165,9 @@ class TensorMonitor:
 
 @torch.no_grad()
 def before_update(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of an optimizer that is about to step: parameters, elements of them, and which of these have a gradient."""
+    """Parameters with a gradient of an optimizer that is about to step, a sample of each, and what should change."""
     return [
-        (p, _some(p).clone(), _some(p.grad) != 0)
+        (p, _sample(p).clone(), _sample(p.grad) != 0)
         for group in optimizer.param_groups for p in group["params"]
         if p.grad is not None and p.grad.layout is torch.strided and p.numel()
     ]
@@ -157,10 +175,10 @@ def before_update(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 @torch.no_grad()
 def lost_share(parameter: Tensor, before: Tensor, wanted: Tensor) -> Tensor:
-    """Of the elements that an update was to change, the share that it did not."""
-    return (wanted & (_some(parameter) == before)).sum() / wanted.sum().clamp_min(1)
+    """The share of the elements that an update should change and did not."""
+    return (wanted & (_sample(parameter) == before)).sum() / wanted.sum().clamp_min(1)
 
 
-def _some(tensor: Tensor) -> Tensor:
-    """Evenly spaced elements."""
-    return tensor.detach().flatten()[::-(-tensor.numel() // _MOST_ELEMENTS)]
+def _sample(tensor: Tensor) -> Tensor:
+    """Evenly spaced elements of a tensor that is not empty."""
+    return tensor.detach().flatten()[::math.ceil(tensor.numel() / _MAX_ELEMENTS)]

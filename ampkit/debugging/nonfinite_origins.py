@@ -1,7 +1,7 @@
-"""From non-finite values back to where they began, and on to where they show: pure functions over records.
+"""Which non-finite values of a step are faults: pure functions that follow each from its origin to a symptom.
 
-A value that is not finite is no fault by itself. A mask of -inf ends in a softmax, `1 / (1 + exp(-x))` swallows the
-inf of its exp, `where` drops a NaN on purpose. So an origin is named only where what it made can be followed to a
+A value that is not finite is no fault by itself. A softmax absorbs a mask of -inf, `1 / (1 + exp(-x))` absorbs the inf
+of its exp, and `where` drops a NaN on purpose. So an origin is reported only if its value can be followed to a
 *symptom*: the loss, a gradient, a parameter, or a result that nothing reads any more.
 """
 
@@ -14,99 +14,103 @@ from typing import Any, Literal, NamedTuple
 
 
 @dataclass(slots=True)
-class Record:
-    """What is known of one operator call, or of a tensor that was there before (`kind` "arrived")."""
+class Event:
+    """One operator call, or a tensor that was there before the step (`kind` "arrived")."""
 
     index: int
     phase: str
-    inputs: tuple[int, ...] = ()    # the records whose values it read
-    broken: frozenset[str] = frozenset()    # what its result has of "nan", "inf" and "-inf"
-    shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""      # what its result is
+    inputs: tuple[int, ...] = ()    # the indices of the events whose values it read
+    broken: frozenset[str] = frozenset()    # which of "nan", "inf" and "-inf" its result contains
+    shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""      # which of these its result is
     scalar: bool = False
-    finding: Any = None             # what a report says of a broken one
+    finding: Any = None             # the `report.Finding` of a broken result
 
-    def mark(self, low: float, high: float) -> None:
-        """Note what the least and the greatest value of its result say."""
-        if not math.isfinite(high - low):       # of float16, too: these are Python's
-            found = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
-            self.broken |= {name for name, there in found.items() if there}
+    def note_range(self, low: float, high: float) -> None:
+        """Note which non-finite values its result contains, given its smallest and its largest value."""
+        if not math.isfinite(high - low):       # the difference of float16 values is finite: these are Python floats
+            contains = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
+            self.broken |= {name for name, present in contains.items() if present}
 
     @property
     def kind(self) -> str:
-        """The kind of the cause of a broken value; "passed on" where it came from a broken input."""
+        """The kind of the cause of a broken value; "passed on" if a broken input caused it."""
         return self.finding.cause.kind if self.finding is not None else "passed on"
 
     @property
     def values(self) -> str:
-        """What is broken about its result, in words."""
+        """The non-finite values of its result, in words."""
         return " and ".join(name for name in ("nan", "inf", "-inf") if name in self.broken)
 
 
-class Trace(NamedTuple):
-    """An origin, and the first symptom; `only_gradients`: it is in no loss and in no parameter. `constant`: its inf."""
+class Origin(NamedTuple):
+    """The event where non-finite values began, and the first symptom that they lead to."""
 
-    origin: Record
-    symptom: Record
-    only_gradients: bool
-    constant: Record | None
+    event: Event
+    symptom: Event
+    only_gradients: bool        # the values reach no loss, parameter or buffer
+    constant: Event | None      # the constant whose inf the event turned into NaN
 
 
-def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace]:
-    """The origins that matter among the records of a step, in the order in which they happened.
+def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[Origin]:
+    """The origins of non-finite values among the events of a step that lead to a symptom, constants last.
 
-    Of a step that is not `complete`, an inf that nothing has read yet is no symptom.
+    If an exception ended the step (not `complete`), an inf that nothing has read yet is no symptom.
     """
-    broken = {index: record for index, record in records.items() if record.broken}
-    readers: dict[int, list[Record]] = {index: [] for index in broken}
+    broken = {index: event for index, event in events.items() if event.broken}
+    readers: dict[int, list[Event]] = {index: [] for index in broken}
     read: set[int] = set()
-    for record in records.values():
-        for index in record.inputs:
-            if index not in readers or index == record.index:
+    for event in events.values():
+        for index in event.inputs:
+            if index not in readers or index == event.index:
                 continue
-            readers[index].append(record)
-            if record.broken or record.phase != "scaler":
-                read.add(index)     # a scaler that counts what is broken absorbs nothing
-    traces: list[Trace] = []
-    # A constant is to blame where it reaches a loss, a gradient or a parameter, and nothing else explains it.
-    for record in sorted(broken.values(), key=lambda one: (one.kind == "constant", one.index)):
-        if record.kind in ("passed on", "skipped") or (record.kind == "constant" and traces):
+            readers[index].append(event)
+            if event.broken or event.phase != "scaler":
+                read.add(index)     # a scaler that checks gradients absorbs nothing
+    origins: list[Origin] = []
+    # A constant is the origin only if it reaches a loss, a gradient or a parameter, and there is no other origin.
+    for event in sorted(broken.values(), key=lambda each: (each.kind == "constant", each.index)):
+        if event.kind in ("passed on", "skipped") or (event.kind == "constant" and origins):
             continue
-        of_inf = record.kind == "from inf"
-        behind = _with_all(record, lambda one: [broken[i] for i in one.inputs if i in broken])[1:] if of_inf else []
-        if not all(map(_is_constant, behind)):
+        sources: list[Event] = []
+        if event.kind == "from inf":
+            sources = _reachable(event, lambda each: [broken[i] for i in each.inputs if i in broken])[1:]
+        if not all(map(_is_constant, sources)):
             continue        # the inf has an origin of its own
-        # An inf that came with the data shows only where it does harm: it may be a bound, or a mask.
-        soft = complete and (record.kind != "arrived" or "nan" in record.broken)
-        reached = _with_all(record, lambda one: [reader for reader in readers[one.index] if reader.broken])
-        symptoms = [one for one in reached if one.shows or (record.kind != "constant" and _is_left(one, read, soft))]
+        # An inf in the data is a symptom only where it does harm: it may be a bound, or a mask.
+        inf_is_symptom = complete and (event.kind != "arrived" or "nan" in event.broken)
+        reached = _reachable(event, lambda each: [reader for reader in readers[each.index] if reader.broken])
+        symptoms = [
+            each for each in reached
+            if each.shows or (event.kind != "constant" and _is_unread_symptom(each, read, inf_is_symptom))
+        ]
         if symptoms:
-            only_gradients = all(one.shows in ("", "gradient") for one in reached)
-            symptom = min(symptoms, key=lambda one: (one.shows != "loss", one.index))
-            constant = next((one for one in behind if one.kind == "constant"), None)
-            traces.append(Trace(record, symptom, only_gradients, constant))
-    return traces
+            only_gradients = all(each.shows in ("", "gradient") for each in reached)
+            symptom = min(symptoms, key=lambda each: (each.shows != "loss", each.index))
+            constant = next((each for each in sources if each.kind == "constant"), None)
+            origins.append(Origin(event, symptom, only_gradients, constant))
+    return origins
 
 
-def _is_left(record: Record, read: set[int], soft: bool) -> bool:
-    """Whether a broken result is a symptom though it is no loss, gradient or parameter: nothing reads it."""
-    if record.index in read or record.phase == "recompute":
-        return False        # a recompute stops where backward has what it needs
-    return soft or "nan" in record.broken or record.scalar or record.phase in ("backward", "scaler")
+def _is_unread_symptom(event: Event, read: set[int], inf_is_symptom: bool) -> bool:
+    """Whether a broken result that is no loss, gradient or parameter is a symptom because nothing reads it."""
+    if event.index in read or event.phase == "recompute":
+        return False        # a recompute stops once backward has the tensors that it needs
+    return inf_is_symptom or "nan" in event.broken or event.scalar or event.phase in ("backward", "scaler")
 
 
-def _with_all(record: Record, neighbors: Callable[[Record], Iterable[Record]]) -> list[Record]:
-    """A record, and those that its neighbors lead to."""
-    found = {record.index: record}
-    pending = [record]
+def _reachable(event: Event, neighbors: Callable[[Event], Iterable[Event]]) -> list[Event]:
+    """An event, and all that can be reached from it through `neighbors`."""
+    reached = {event.index: event}
+    pending = [event]
     while pending:
-        for one in neighbors(pending.pop()):
-            if one.index not in found:
-                found[one.index] = one
-                pending.append(one)
-    return list(found.values())
+        for neighbor in neighbors(pending.pop()):
+            if neighbor.index not in reached:
+                reached[neighbor.index] = neighbor
+                pending.append(neighbor)
+    return list(reached.values())
 
 
-def _is_constant(record: Record) -> bool:
-    """Whether an inf was put there by a constant or passed on, or is a mask that came with the data."""
-    masked = record.kind == "arrived" and record.broken == {"-inf"}
-    return masked or record.kind in ("passed on", "constant", "from inf")
+def _is_constant(event: Event) -> bool:
+    """Whether an inf comes from a constant, was passed on, or is a mask that came with the data."""
+    is_mask = event.kind == "arrived" and event.broken == {"-inf"}
+    return is_mask or event.kind in ("passed on", "constant", "from inf")

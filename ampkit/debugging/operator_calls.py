@@ -1,7 +1,7 @@
-"""Every operator of a step, forward, backward and optimizer, with where it was called from: the basis of all tools.
+"""Observe every operator of a step in forward, backward and optimizer, with its caller: the base class of the tools.
 
-A normal dispatch mode, below autograd: it sees what kernels see, and what a region cast for them. The region's own
-mode stays as it is. Compiled functions run eagerly meanwhile, or their operators would not be seen.
+It is a dispatch mode below autograd, so it sees operators after a region's casts. The region's own mode is not
+affected. Compiled functions run eagerly meanwhile, since their operators could not be seen otherwise.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ class OperatorCall:
     phase: Phase
     module: ModuleCall | None       # the innermost module that runs
     caller: Caller
-    backward_number: int | None = None      # in backward: the sequence number of the node, that of the forward operator
+    backward_number: int | None = None      # in backward: the node's sequence number, equal to its forward operator's
     numbers: tuple[float, ...] = ()         # Python floats among its arguments
-    given: Sequence[Tensor] = ()            # the tensors among them, while it runs
+    tensors: Sequence[Tensor] = ()          # tensors among its arguments, while it runs
 
     @property
     def starts_backward(self) -> bool:
-        """Whether it makes the gradient that backward starts with, of the loss that is given to it."""
-        return self.facts.name == "aten::ones_like" and self.given[0].numel() == 1 and self.given[0].requires_grad
+        """Whether it makes the gradient of a loss, its argument, that backward starts with."""
+        return self.facts.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
 
 
 class _Thread(threading.local):
-    """The last sequence number that a thread was seen at."""
+    """The last autograd sequence number that was seen in a thread."""
 
     def __init__(self) -> None:
         self.number = next_sequence_number() - 1
 
 
 class OperatorObserver(ObserverMode, Generic[R]):
-    """Context in which `observe` is asked to run each operator of the thread, and of backward threads.
+    """Context in which `_observe` runs each operator of the thread and of its backward threads, except for views.
 
-    The loop is checked, too; the report has what it does wrong, and whether compiled functions ran. Subclasses override
-    `observe`, which must run the operator exactly once and return its result, and `step_ended`. Views are run without
-    asking. Inside both, the mode is off: what they compute is not observed.
+    It checks the loop too: the report has the loop's mistakes, and whether compiled functions ran. Subclasses override
+    `_observe`, which must run the operator exactly once and return its result, and `_step_starts` and `_step_ended`.
+    Operators inside of these methods are not observed.
     """
 
     def __init__(self, model: Module | None, report: R) -> None:
@@ -80,15 +80,15 @@ class OperatorObserver(ObserverMode, Generic[R]):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
         self.report = report
         self.modules = ModuleCalls(model)
-        self.first_step = 0         # the first one that is looked at; set it before entering
-        self.begun = False
+        self.first_step = 0         # number of the first step that is observed; set it before entering
+        self.begun = False          # operators are observed
         self.scale: float | None = None         # the loss scale, where a scaler takes part
-        self.on_state: Callable[[Any], object] = lambda one: None   # asked before an optimizer or a scaler changes
+        self.on_state: Callable[[Any], object] = lambda owner: None     # called before an optimizer or a scaler changes
         self.step = 0               # steps that have ended
         self.count = 0              # operators seen
         self._optimizer: Any = None
         self._backward_seen = self._unscaled = False
-        self._forward: dict[int, OperatorCall] = {}         # by sequence number, this step's and the last one's
+        self._forward: dict[int, OperatorCall] = {}         # by sequence number, of this step and of the last one
         self._forward_before: dict[int, OperatorCall] = {}
         self._thread = _Thread()
         self._check = check_loop()
@@ -108,51 +108,51 @@ class OperatorObserver(ObserverMode, Generic[R]):
         self._open.close()
 
     def _begin(self, stack: ExitStack) -> None:
-        """Look from here on; until then only optimizer steps are counted."""
+        """Observe operators from now on; before, only optimizer steps are counted."""
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._note_compiled(stack)
         stack.enter_context(self.modules.followed())
         self._thread = _Thread()
         super().__enter__()
         stack.callback(super().__exit__, None, None, None)
-        invalidate_casts()      # a cast that a `WeightCache` has kept is made again, where it is seen
+        invalidate_casts()      # casts in a `WeightCache` are made again, so that they are observed
         self.begun = True
 
     def _note_compiled(self, stack: ExitStack) -> None:
-        """Note calls of compiled functions: each of them asks torch's frame evaluation about the stance."""
+        """Note calls of compiled functions: each of them gets its callback from the stance."""
         eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
         inner = getattr(eval_frame, "_callback_from_stance", None)
         if inner is None:
             return
 
-        def asked(callback: Any) -> Any:
+        def callback_from_stance(callback: Any) -> Any:
             self.report.compiled |= callable(callback)
             return inner(callback)
 
-        eval_frame._callback_from_stance = asked
+        eval_frame._callback_from_stance = callback_from_stance
         stack.callback(setattr, eval_frame, "_callback_from_stance", inner)
 
-    def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and look at it."""
+    def _observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and return its result."""
         return func(*args, **kwargs)
 
-    def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
-        """An operator is run that takes tensors whose values cannot be read."""
+    def _passed_over(self, facts: OperatorFacts, tensors: list[Tensor]) -> None:
+        """Called before an operator with tensors whose values cannot be read, which is not observed."""
 
-    def step_starts(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
+    def _step_starts(self, optimizer: Any) -> None:
+        """Called before an optimizer steps."""
 
-    def step_ended(self, *, skipped: bool = False) -> None:
-        """An optimizer has stepped, or a scaler has skipped the step."""
+    def _step_ended(self, *, skipped: bool = False) -> None:
+        """Called after an optimizer has stepped, or a scaler has skipped the step."""
 
-    def where(self, call: OperatorCall) -> dict[str, Any]:
+    def _operation_fields(self, call: OperatorCall) -> dict[str, Any]:
         """A call as the fields of `report.Operation`, without those of its result.
 
-        Of a backward operator the place is its forward's, but the line its own where code of the user's runs in it: a
-        hook, or a custom function's `backward`.
+        An operator of backward has the module and line of its forward operator. Where the user's code runs in backward,
+        in a hook or in a custom function's `backward`, it has the line there.
         """
         module, (file, line), backward_of = call.module, call.caller.line(), ""
-        forward = self.forward_of(call) if call.phase == "backward" else None
+        forward = self._forward_of(call) if call.phase == "backward" else None
         if forward is not None:
             module, backward_of = forward.module, forward.facts.name
             if call.caller.outside or not line:
@@ -163,19 +163,19 @@ class OperatorObserver(ObserverMode, Generic[R]):
             "backward_of": backward_of,
         }
 
-    def name_of(self, tensor: Tensor) -> str:
-        """The name of a parameter, a buffer or a gradient; "" of other tensors."""
+    def _name_of(self, tensor: Tensor) -> str:
+        """The name of a parameter, a buffer or a gradient; "" for other tensors."""
         key = storage_key(tensor)
         for root in self.modules.roots():
-            for name, one in (*root.named_parameters(), *root.named_buffers()):
-                if not is_opaque(one) and storage_key(one) == key:
+            for name, named in (*root.named_parameters(), *root.named_buffers()):
+                if not is_opaque(named) and storage_key(named) == key:
                     return name
-                if one.grad is not None and not is_opaque(one.grad) and storage_key(one.grad) == key:
+                if named.grad is not None and not is_opaque(named.grad) and storage_key(named.grad) == key:
                     return f"{name}.grad"
         return ""
 
-    def forward_of(self, call: OperatorCall) -> OperatorCall | None:
-        """The forward operator that a backward operator belongs to; of a custom function, its first one."""
+    def _forward_of(self, call: OperatorCall) -> OperatorCall | None:
+        """The forward operator of a backward operator; for a custom function, the first operator of its forward."""
         number: Any = call.backward_number
         return self._forward.get(number) or self._forward_before.get(number)
 
@@ -186,10 +186,10 @@ class OperatorObserver(ObserverMode, Generic[R]):
         if types and any(cls is not Tensor and cls is not Parameter for cls in types):
             if FakeTensor in types:
                 return func(*args, **kwargs)
-            return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
+            return NotImplemented       # a tensor subclass dispatches the operators on its parts, which are observed
         facts = facts_of(func)
-        if facts.composite:     # in inference mode no key above decomposes them
-            super().__enter__()     # or the operators inside it would not be seen
+        if facts.composite:     # in inference mode no key above has decomposed it
+            super().__enter__()     # so that the operators inside it are observed
             try:
                 return func.decompose(*args, **kwargs)
             finally:
@@ -205,21 +205,21 @@ class OperatorObserver(ObserverMode, Generic[R]):
         if facts.is_view:
             return func(*args, **kwargs)
         self.count += 1
-        given = tensors_in((args, kwargs) if kwargs else args)
-        if any(map(is_opaque, given)):
-            self.passed_over(facts, given)
+        tensors = tensors_in((args, kwargs) if kwargs else args)
+        if any(map(is_opaque, tensors)):
+            self._passed_over(facts, tensors)
             return func(*args, **kwargs)
-        call.numbers = tuple([one for one in (*args, *kwargs.values()) if type(one) is float])
-        call.given = given
+        call.numbers = tuple([argument for argument in (*args, *kwargs.values()) if type(argument) is float])
+        call.tensors = tensors
         if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
-            self._meet_scaler()
+            self._note_scale()
         if self._was_skipped(call):
-            self.step_ended(skipped=True)
+            self._step_ended(skipped=True)
             self._next_step()
         try:
-            return self.observe(call, func, args, kwargs)
+            return self._observe(call, func, args, kwargs)
         finally:
-            call.given = ()
+            call.tensors = ()
 
     def _describe(self, facts: OperatorFacts, depth: int) -> OperatorCall:
         module, node = self.modules.current(), current_node()
@@ -227,36 +227,36 @@ class OperatorObserver(ObserverMode, Generic[R]):
             caller = find_caller(depth)
             phase: Phase = "scaler" if caller.scaler else "forward"
             if self._optimizer is not None and not torch.is_grad_enabled():
-                phase = "optimizer"     # with gradients enabled, it is the closure of LBFGS and its kind
+                phase = "optimizer"     # with gradients enabled it runs a closure, as LBFGS does
             return OperatorCall(self.count, facts, phase, module, caller)
-        # Only what builds a graph can be a recompute; with create_graph backward builds one too.
+        # A recompute runs with gradients enabled; so does backward with create_graph.
         caller = find_caller(depth, recompute=torch.is_grad_enabled())
         phase = "recompute" if caller.recompute else "backward"
         call = OperatorCall(self.count, facts, phase, module, caller, node_sequence_number(node))
-        forward = self.forward_of(call) if phase == "recompute" else None
+        forward = self._forward_of(call) if phase == "recompute" else None
         if forward is not None:
-            call.module = module or forward.module      # a function that a module checkpoints is none itself
+            call.module = module or forward.module      # a checkpointed function calls no module
             if caller.code is None:
-                call.caller = forward.caller    # the stack leads to backward(), not to who called the checkpoint
+                call.caller = forward.caller    # the stack leads to backward(), not to the caller of the checkpoint
         return call
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.on_state(optimizer)
         if self.begun:
-            with without_dispatch():    # what the tool computes is no operator of the step
-                self.step_starts(optimizer)
+            with without_dispatch():    # operators of the tool are not operators of the step
+                self._step_starts(optimizer)
         self._optimizer = optimizer
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = None
         if self.begun:
             with without_dispatch():
-                self.step_ended()
+                self._step_ended()
         self._next_step()
         if not self.begun and self.step == self.first_step:
             self._begin(self._open)
 
-    def _meet_scaler(self) -> None:
+    def _note_scale(self) -> None:
         scaler = self._check.scaler
         if scaler is not None and scaler.is_enabled():
             if self.scale is None:
@@ -264,7 +264,7 @@ class OperatorObserver(ObserverMode, Generic[R]):
             self.scale = scaler.get_scale()
 
     def _was_skipped(self, call: OperatorCall) -> bool:
-        """Whether a scaler has skipped the step before this call: no optimizer says so."""
+        """Whether a scaler skipped the step before this call, which no hook of an optimizer tells."""
         if call.phase == "scaler":
             self._unscaled |= self._backward_seen and not call.caller.scaling
         elif call.phase == "backward":
@@ -272,7 +272,7 @@ class OperatorObserver(ObserverMode, Generic[R]):
         return self._unscaled and call.phase == "forward" and call.module is not None
 
     def _next_step(self) -> None:
-        """Count from 0 again; the operators of the step before last are forgotten."""
+        """Begin the next step; forward operators of the step before last are dropped."""
         self.step += 1
         self._backward_seen = self._unscaled = False
         self.modules.new_step()

@@ -1,15 +1,15 @@
-"""`compare_precision`: a step that carries its own reference along, every operator again on wider copies.
+"""`compare_precision`: runs each operator of a step also in a wider dtype, to find where precision is lost.
 
-What an operator did to the numbers is told apart by a third run, in the wider dtype on the user's own inputs: against
-it an operator's own rounding shows, and between it and the copy what came in with the inputs. The optimizer is left
-out.
+An operator runs three times: as the user wrote it; on reference copies of its inputs, which makes the reference; and in
+the wider dtype on the user's own inputs. The first and third results differ by the operator's own rounding, the second
+and third by the errors that came in with the inputs. Operators of the optimizer are not compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,51 +20,68 @@ from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.causes import largest_finite
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
-from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
+from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, readable, tensors_in
 from ampkit.debugging.proposed_changes import Change, advice_on_precision, changes_for_precision, suggestion
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
 from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport
-from ampkit.debugging.snapshot import Snapshot
+from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.torch_internals.float8_matmul import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
-_OWN_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")     # memory that only their own backward can read
+_PRIVATE_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")    # return memory that only their own backward can read
 _OPTIMIZER, _RANDOM, _UNREAD = "the optimizer", "it draws random numbers", "it reads nothing"
 
 
 def compare_precision(
     step: Callable[[], Any], model: Module | None = None, reference: torch.dtype = torch.float32
 ) -> PrecisionReport:
-    """Run a step once, each operator also in `reference` (float32 or float64), forward and backward.
+    """Run a step once, each operator of forward and backward also in a wider dtype, and compare the results.
 
-    Each operator's result is compared with that of the same step in `reference` throughout (`total`) and with that of
-    the same operator in `reference` on the same inputs (`local`, its own rounding): an operator that rounds much and
-    one that amplifies what others rounded are told apart. `report.gradients` compares the gradients, which are those
-    of a true step in `reference` to the bit where `report.opaque` names no operator, `report.results` what the step
-    returns, and `report.error` is the largest of all; `report.recommended_scale` is the loss scale to which nothing
-    overflows in backward, where float16 takes part.
+    Each result is compared with the reference step, which runs in `reference` throughout (error `total`), and with the
+    same operator in `reference` on the same inputs (error `local`, its own rounding). So the report distinguishes
+    operators that round much from operators that amplify the rounding of others. The reference gradients equal those of
+    a step in `reference` to the bit, unless `report.opaque` lists an operator.
 
-    The step takes effect as always; its results and random numbers are the same to the bit. Numbers that it makes in 16
-    bits (`arange`, `full`) are made in `reference` beside; what came in 16 bits counts as it is, and is listed in
-    `report.given`. What the optimizer computes is not compared. Reads each result on the host.
+    The step takes effect as usual; its results and random numbers stay the same to the bit. Tensors that the step
+    creates in 16 bits (`arange`, `full`) are created in `reference` too. Tensors that were in 16 bits before it are
+    their own reference, and listed in `report.given`. Operators of the optimizer are not compared.
 
-    Where gradients are 5 % off or more, or an update rounds to nothing, `report.suggestion` has a change or advice. A
-    change needs a `model`: the step runs again with it from the state in which it began (it must do the same each
-    time), and it is only suggested if it halves the error; then everything is as the first run left it.
+    Where gradients are 5 % off or more, or an update is rounded away, `report.suggestion` has a change or advice. With
+    a `model`, a change is tried by running the step again from the same state, and suggested only if it halves the
+    error. Afterwards the state is what the first run left.
 
-    >>> model = torch.nn.Linear(8, 1)
-    >>> report = compare_precision(lambda: model(torch.ones(2, 8)).sum().backward(), model)
-    >>> report.operators    # nothing is in low precision
-    []
+    Synchronizes with the device at each operator, to read its result on the host.
+
+    Args:
+        step: function without arguments that runs forward and backward, and may step an optimizer. With a `model` it
+            must do the same each time. What it returns is compared too: a tensor, or tensors in lists, tuples or dicts.
+        model: module whose gradients are compared, and whose submodules are named by their paths; None takes the
+            outermost modules that run, and tries no change.
+        reference: the wider dtype, `torch.float32` or `torch.float64`.
+
+    Returns:
+        The report. `gradients` has the error of each parameter's gradient, `results` the errors of what the step
+        returned, `error` the largest of all, and `recommended_scale` the largest loss scale with which no float16
+        result of backward overflows.
+
+    Raises:
+        TypeError: if `model` is no module.
+        ValueError: if `reference` is another dtype.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> report = compare_precision(lambda: model(torch.ones(2, 8)).sum().backward(), model)
+        >>> report.operators    # none computes in low precision
+        []
     """
     comparison = PrecisionComparison(model, reference)
     if model is None:
         report = comparison.run(step)
         report.suggestion = advice_on_precision(report) if report.is_far_off else None
         return report
-    before = Snapshot(model)
+    before = TrainingSnapshot(model)
     comparison.on_state = before.add
     report = comparison.run(step)
     if not report.is_far_off:
@@ -72,26 +89,26 @@ def compare_precision(
 
     def attempt(change: Change) -> tuple[Change, bool, str]:
         before.restore()
-        again = PrecisionComparison(model, reference)
+        trial = PrecisionComparison(model, reference)
         with contextlib.suppress(RuntimeError), change.around():
-            again.run(step)
-        found = again.report
-        evidence = f"with it the error is {found.error:.2g} in place of {report.error:.2g}"
-        return change, bool(found.gradients) and found.error < report.error / 2, evidence
+            trial.run(step)
+        error = trial.report.error
+        evidence = f"with it the error is {error:.2g} instead of {report.error:.2g}"
+        return change, bool(trial.report.gradients) and error < report.error / 2, evidence
 
     changes = changes_for_precision(report, comparison.modules.region, model)
-    with Snapshot(model, before.met):
+    with TrainingSnapshot(model, before.owners):
         report.suggestion = suggestion(changes, advice_on_precision(report), attempt)
     return report
 
 
 class Deviation(NamedTuple):
-    """How far values are from their reference. Elements where the reference is not finite count for nothing."""
+    """The difference of values from their reference, without elements where the reference is not finite."""
 
     error: float        # 2-norm of the difference
     norm: float         # 2-norm of the reference
-    lost: int           # zero, where the reference is not
-    broken: int         # inf or NaN, where the reference is finite
+    lost: int           # number of elements that are 0, where the reference is not
+    broken: int         # number of elements that are inf or NaN, where the reference is finite
     numel: int
 
     @property
@@ -103,17 +120,17 @@ class Deviation(NamedTuple):
 
 
 class PrecisionComparison(OperatorObserver[PrecisionReport]):
-    """Context in which one step is compared; `report` has the gradients when an optimizer steps, or it is left."""
+    """Context that compares one step; gradients are compared before an optimizer steps, or at the end."""
 
     def __init__(self, model: Module | None, reference: torch.dtype = torch.float32) -> None:
         if reference not in (torch.float32, torch.float64):
             raise ValueError(f"reference is {reference}; expected torch.float32 or torch.float64")
         super().__init__(model, PrecisionReport(dtype_name(reference)))
-        self.memory = ReferenceCopies(reference)
-        self._given: StorageMap[bool] = StorageMap()        # what came in 16 bits and was noted
-        self._new_gradients = False
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # what an optimizer is about to update
-        self.on_step: Callable[[], None] = lambda: None     # asked when the step has ended
+        self.copies = ReferenceCopies(reference)
+        self._noted: StorageMap[bool] = StorageMap()        # storages in 16 bits that `report.given` lists
+        self._new_gradients = False     # backward has run since gradients were compared
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameters before the update, see `before_update`
+        self.on_step: Callable[[], None] = lambda: None     # called when the step has ended
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -122,46 +139,46 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         self.report.scale = self.scale or 1.0
 
     def run(self, step: Callable[[], Any]) -> PrecisionReport:
-        """Compare a step, and what it returns."""
+        """Compare a step, and the tensors that it returns."""
         with self as report:
             result = step()
         with torch.no_grad():
             report.results = [
-                deviation(one.detach(), self.memory.read(one)).relative for one in readable(tensors_in(result))
+                deviation(tensor.detach(), self.copies.read(tensor)).relative for tensor in readable(tensors_in(result))
             ]
         return report
 
-    def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = call.facts
         if facts.literal:
             return func(*args, **kwargs)
         if call.phase == "scaler" and self._new_gradients and not call.caller.scaling:
-            self._new_gradients = False     # it may skip the step, and then no hook says that gradients are ready
+            self._new_gradients = False     # compared here, since no hook runs if the scaler skips the step
             self._collect_gradients()
         self._new_gradients |= call.phase == "backward"
-        given, default = call.given, torch.get_default_dtype()
-        if default in SIXTEEN_BIT and facts.takes_dtype and not (given or facts.random or kwargs.get("dtype")):
-            made = {**kwargs, "dtype": default}
-            kwargs = made if func(*args, **kwargs).dtype is default else kwargs     # `arange` of integers is not
-        low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
-        if not low and not any(map(self.memory.has_copy, given)):
-            return func(*args, **kwargs)        # nothing differs here
-        for one in given:
-            if one.dtype in SIXTEEN_BIT and not self.memory.has_copy(one):
-                self._note_given(one)
+        inputs, default = call.tensors, torch.get_default_dtype()
+        takes_default = facts.takes_dtype and not (inputs or facts.random or kwargs.get("dtype"))
+        if default in SIXTEEN_BIT and takes_default and func(*args, **kwargs).dtype is default:
+            kwargs = {**kwargs, "dtype": default}       # but not of `arange` of integers
+        low = any(map(self._is_low, inputs)) or self._asks_for_low((*args, *kwargs.values()))
+        if not low and not any(map(self.copies.has_copy, inputs)):
+            return func(*args, **kwargs)        # it computes the reference itself
+        for tensor in inputs:
+            if tensor.dtype in SIXTEEN_BIT and not self.copies.has_copy(tensor):
+                self._note_given(tensor)
         if call.starts_backward:
             scale = self.scale or 1.0
-            self.report.loss = float(given[0].detach()) / scale
-            self.report.reference_loss = float(self.memory.read(given[0])) / scale
+            self.report.loss = float(inputs[0].detach()) / scale
+            self.report.reference_loss = float(self.copies.read(inputs[0])) / scale
         written = facts.written(args, kwargs)
-        refusal = _OPTIMIZER if call.phase == "optimizer" else _why_not(facts, func, args, kwargs, given)
+        refusal = _OPTIMIZER if call.phase == "optimizer" else _why_not(facts, func, args, kwargs)
         if not refusal:
             return self._run_three(call, func, args, kwargs, low, [*written, *facts.possibly_written(args, kwargs)])
         result = func(*args, **kwargs)
-        for one in (*written, *tensors_in(result)):
-            self.memory.forget(one)
+        for tensor in (*written, *tensors_in(result)):
+            self.copies.forget(tensor)
         if facts.name == "aten::native_dropout":
-            self._drop_same(result, *args)
+            self._note_dropout(result, *args)
         if refusal not in (_OPTIMIZER, _RANDOM, _UNREAD):
             self.report.opaque[facts.name] = refusal
         return result
@@ -170,82 +187,88 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
         low: bool, written: list[Tensor],
     ) -> Any:
-        memory, facts = self.memory, call.facts
-        errors_in = [memory.error(one) for one in call.given]
-        incoming = max(errors_in, default=NONE)._replace(lost=max((one.lost for one in errors_in), default=-1))
-        for one in written:
-            memory.make_writable(one)
-        changes = {id(one) for one in written}
-        updated = not facts.overwrites and call.phase != "recompute"
-        before = {id(one): one.clone() for one in written if updated and one.dtype in SIXTEEN_BIT}
+        """Run an operator as the user wrote it, on reference copies, and if `low` in the wider dtype on its inputs."""
+        copies, facts = self.copies, call.facts
+        errors_in = [copies.error(tensor) for tensor in call.tensors]
+        incoming = max(errors_in, default=NONE)._replace(lost=max((error.lost for error in errors_in), default=-1))
+        for tensor in written:
+            copies.make_writable(tensor)
+        written_ids = {id(tensor) for tensor in written}
+        updates = not facts.overwrites and call.phase != "recompute"
+        before = {id(tensor): tensor.clone() for tensor in written if updates and tensor.dtype in SIXTEEN_BIT}
 
         def widened(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
+            return tensor.detach().to(copies.wide(tensor.dtype), copy=id(tensor) in written_ids)
 
         def outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-            return [one for one in facts.outputs(result, args, kwargs) if not is_opaque(one)]
+            return [tensor for tensor in facts.outputs(result, args, kwargs) if not is_opaque(tensor)]
 
-        cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
-        wider = other_arguments(func, args, kwargs, memory.read, memory.wide)
-        own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
+        is_cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
+        of_copies = converted_arguments(func, args, kwargs, copies.read, copies.wide)
+        of_inputs = converted_arguments(func, args, kwargs, widened, copies.wide) if low else None
         result = func(*args, **kwargs)
         results = outputs(result, args, kwargs)
-        again: Any = WIDE_PRODUCTS.get(facts.name, func)
+        wide_func: Any = WIDE_PRODUCTS.get(facts.name, func)
         with torch.no_grad():
             try:
-                locals_ = None
-                if own is not None:     # what a cast is given is what it would return in the wider dtype
-                    locals_ = [own[0][0]] if cast else outputs(again(*own[0], **own[1]), *own)
-                own = None      # what is held from here on is the most that a step needs
-                references = outputs(again(*wider[0], **wider[1]), *wider)
-                if [one.shape for one in results] != [one.shape for one in references]:
+                exact = None        # the results in the wider dtype on the user's inputs
+                if of_inputs is not None and is_cast:
+                    exact = [of_inputs[0][0]]       # a cast to the wider dtype returns its widened input
+                elif of_inputs is not None:
+                    exact = outputs(wide_func(*of_inputs[0], **of_inputs[1]), *of_inputs)
+                of_inputs = None        # freed before the next run, which is the peak of memory
+                references = outputs(wide_func(*of_copies[0], **of_copies[1]), *of_copies)
+                if [tensor.shape for tensor in results] != [tensor.shape for tensor in references]:
                     raise ValueError("the reference has another shape: it depends on values")
-            except Exception as error:      # kernels say in many ways that they do not take a wider dtype
+            except Exception as error:      # operators without a wider dtype raise many kinds of errors
                 self.report.opaque[facts.name] = str(error).splitlines()[0][:100]
-                for one in results:
-                    memory.forget(one)
+                for tensor in results:
+                    copies.forget(tensor)
                 return result
-            taken = {storage_key(one) for one in tensors_in(wider) if not is_opaque(one)}
-            del wider
-            if cast and not self._is_low(results[0]):
-                errors = [incoming]     # from a narrower dtype: nothing happens
+            shared = {storage_key(tensor) for tensor in tensors_in(of_copies) if not is_opaque(tensor)}
+            del of_copies
+            if is_cast and not self._is_low(results[0]):
+                errors = [incoming]     # a cast from a narrower dtype does not round
             else:
-                errors = self._measure(call, results, references, locals_, incoming, before)
-            for one, reference, error in zip(results, references, errors, strict=True):
-                if id(one) in changes:
-                    memory.note_error(one, error)
+                errors = self._measure(call, results, references, exact, incoming, before)
+            for tensor, reference, error in zip(results, references, errors, strict=True):
+                if id(tensor) in written_ids:
+                    copies.note_error(tensor, error)
                 else:
-                    memory.write(one, reference, error, own=storage_key(reference) not in taken)
-                    taken.add(storage_key(reference))
+                    copies.write(tensor, reference, error, own=storage_key(reference) not in shared)
+                    shared.add(storage_key(reference))
         return result
 
     def _measure(
-        self, call: OperatorCall, results: list[Tensor], references: list[Tensor], locals_: list[Tensor] | None,
+        self, call: OperatorCall, results: list[Tensor], references: list[Tensor], exact: list[Tensor] | None,
         incoming: Error, before: dict[int, Tensor],
     ) -> list[Error]:
-        """Note how far a call's results are from the reference. Returns the error of each."""
-        chosen = [i for i, one in enumerate(results) if one.numel() and (one.is_floating_point() or one.is_complex())]
+        """Add the errors of a call to the report. Returns the error of each result."""
+        chosen = [
+            i for i, result in enumerate(results)
+            if result.numel() and (result.is_floating_point() or result.is_complex())
+        ]
         totals = {i: deviation(results[i], references[i]) for i in chosen}
         maker, lost = incoming.maker, incoming.lost
         if chosen:
             total, dtype = _sum(totals.values()), dtype_name(results[chosen[0]].dtype)
             local, propagated = Deviation(0.0, total.norm, 0, 0, total.numel), total
-            if locals_ is not None:
-                local = _sum(deviation(results[i], locals_[i], count_lost=self._is_low(results[i])) for i in chosen)
-            if locals_ is not None and (local.error or local.broken):
-                propagated = _sum(deviation(locals_[i], references[i]) for i in chosen)
+            if exact is not None:
+                local = _sum(deviation(results[i], exact[i], count_lost=self._is_low(results[i])) for i in chosen)
+                if local.error or local.broken:
+                    propagated = _sum(deviation(exact[i], references[i]) for i in chosen)
             if local.relative > propagated.relative / 2:
                 maker = call.index
             if local.lost:
                 lost = call.index
             self.report.operators.append(OperatorError(
-                **self.where(call), dtype=dtype, shape=tuple(results[chosen[0]].shape), total=total.relative,
-                local=local.relative, propagated=propagated.relative,
+                **self._operation_fields(call), dtype=dtype, shape=tuple(results[chosen[0]].shape),
+                total=total.relative, local=local.relative, propagated=propagated.relative,
                 amplification=propagated.relative / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
                 error_from=incoming.maker, lost=local.lost / max(1, local.numel),
                 largest=max(largest_finite(references[i]) for i in chosen), norm=total.norm,
             ))
-            share = _unmoved(results, locals_ or [], before)
+            share = _lost_in_place(results, exact or [], before)
             if share > 0.5 and call.phase == "forward":
                 file, line = call.caller.line()
                 lost_update = LostUpdate(call.facts.name, share, dtype, file, line, by_optimizer=False)
@@ -253,95 +276,98 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
 
     def _note_given(self, tensor: Tensor) -> None:
-        """Remember a tensor in 16 bits that the step was given: what rounded it cannot be seen."""
-        if tensor.numel() > 1 and not is_opaque(tensor) and not self._given.get(tensor):
-            self._given.set(tensor, True)
-            name = self.name_of(tensor) or f"a tensor {list(tensor.shape)}"
+        """List a tensor that was in 16 bits before the step, whose rounding cannot be compared."""
+        if tensor.numel() > 1 and not is_opaque(tensor) and not self._noted.get(tensor):
+            self._noted.set(tensor, True)
+            name = self._name_of(tensor) or f"a tensor {list(tensor.shape)}"
             self.report.given[name] = dtype_name(tensor.dtype)
 
-    def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
-        if any(self._is_low(one) or self.memory.has_copy(one) for one in given):
+    def _passed_over(self, facts: OperatorFacts, tensors: list[Tensor]) -> None:
+        if any(self._is_low(tensor) or self.copies.has_copy(tensor) for tensor in tensors):
             self.report.opaque[facts.name] = "it takes sparse, nested or quantized tensors"
 
-    def _drop_same(self, result: tuple[Tensor, Tensor], given: Tensor, p: float, train: bool | None) -> None:
-        """The reference of a dropout: the same elements of the input's."""
-        kept = result[1] / (1 - p) if train is not False and p < 1 else result[1]
-        self.memory.write(result[0], self.memory.read(given) * kept, self.memory.error(given), own=True)
+    def _note_dropout(self, result: tuple[Tensor, Tensor], source: Tensor, p: float, train: bool | None) -> None:
+        """Set the reference of a dropout: the reference of its input without the same elements."""
+        output, mask = result
+        factor = mask / (1 - p) if train is not False and p < 1 else mask
+        self.copies.write(output, self.copies.read(source) * factor, self.copies.error(source), own=True)
 
-    def step_ended(self, *, skipped: bool = False) -> None:
+    def _step_ended(self, *, skipped: bool = False) -> None:
         if skipped:
-            self.memory = ReferenceCopies(self.memory.reference)       # its own scale would not have been halved
+            self.copies = ReferenceCopies(self.copies.reference)       # gradients have another scale in the next step
         file, line = find_caller(1).line()
-        for one in self._before:
-            share = float(lost_share(*one))
+        for parameter, before, wanted in self._before:
+            share = float(lost_share(parameter, before, wanted))
             if share > 0.5:
-                lost = LostUpdate(self.name_of(one[0]), share, dtype_name(one[0].dtype), file, line, by_optimizer=True)
-                self.report.lost_updates.append(lost)
+                name, dtype = self._name_of(parameter), dtype_name(parameter.dtype)
+                self.report.lost_updates.append(LostUpdate(name, share, dtype, file, line, by_optimizer=True))
         self._before = []
         self.on_step()
 
-    def step_starts(self, optimizer: Any) -> None:
+    def _step_starts(self, optimizer: Any) -> None:
         self._collect_gradients()
-        steps = any(group.get("lr", 1.0) for group in optimizer.param_groups)       # a warm-up begins at 0
-        self._before = [one for one in before_update(optimizer) if one[0].dtype in SIXTEEN_BIT] if steps else []
+        self._before = []
+        if any(group.get("lr", 1.0) for group in optimizer.param_groups):       # a warm-up begins at 0
+            self._before = [entry for entry in before_update(optimizer) if entry[0].dtype in SIXTEEN_BIT]
 
     def _collect_gradients(self) -> None:
-        """Compare the gradients, which a loop may clear before it ends; scaled, and again unscaled."""
+        """Compare the gradients now, since a loop may clear them; a scaler's are compared again when unscaled."""
         with torch.no_grad():
-            found = [
-                (name, deviation(p.grad, self.memory.read(p.grad), count_lost=True))
+            deviations = [
+                (name, deviation(p.grad, self.copies.read(p.grad), count_lost=True))
                 for root in self.modules.roots() for name, p in root.named_parameters()
                 if p.grad is not None and p.grad.layout is torch.strided
             ]
-        norm = math.hypot(*(one.norm for _, one in found))
-        if found:
+        norm = math.hypot(*(each.norm for _, each in deviations))
+        if deviations:
             self.report.gradients = {
                 name: GradientError(
-                    one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel), one.norm
+                    error=each.relative, share=each.error / norm if norm else each.relative,
+                    lost=each.lost / max(1, each.numel), norm=each.norm,
                 )
-                for name, one in found
+                for name, each in deviations
             }
 
     def _is_low(self, tensor: Tensor) -> bool:
-        return tensor.dtype is not self.memory.wide(tensor.dtype)
+        """Whether a tensor's dtype is narrower than the reference."""
+        return tensor.dtype is not self.copies.wide(tensor.dtype)
 
     def _asks_for_low(self, values: tuple[Any, ...]) -> bool:
-        return any(isinstance(one, torch.dtype) and one is not self.memory.wide(one) for one in values)
+        """Whether a dtype among arguments is narrower than the reference."""
+        return any(isinstance(value, torch.dtype) and value is not self.copies.wide(value) for value in values)
 
 
-def _why_not(
-    facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]
-) -> str:
-    """Why an operator is not run again; "" if it can be."""
+def _why_not(facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why an operator cannot run again; "" if it can."""
     if facts.communicates:
-        return "it talks to other processes"
-    if facts.opaque_state or any(part in facts.name for part in _OWN_FORMAT):
-        return "it hands on memory in a form of its own"
-    if facts.uninitialised:
+        return "it communicates with other processes"
+    if facts.opaque_state or any(part in facts.name for part in _PRIVATE_FORMAT):
+        return "its kernels use memory in a private format"
+    if facts.uninitialized:
         return _UNREAD
     if facts.random:
-        for place, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(func._schema.arguments):
             if argument.name == "dropout_p":
-                p = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+                p = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
                 return _RANDOM if p else ""
         return _RANDOM
     return ""
 
 
-def _unmoved(results: list[Tensor], locals_: list[Tensor], before: dict[int, Tensor]) -> float:
-    """Of the elements that an update in place changes in the wider dtype, the share that stay what they were."""
-    wanted = stayed = 0
-    for one, exact in zip(results, locals_, strict=False):
-        old = before.get(id(one))
+def _lost_in_place(results: list[Tensor], exact: list[Tensor], before: dict[int, Tensor]) -> float:
+    """The share of elements that an update in place changes in the wider dtype and does not change in the user's."""
+    wanted = lost = 0
+    for result, wide_result in zip(results, exact, strict=False):
+        old = before.get(id(result))
         if old is not None:
-            changes = exact != old
+            changes = wide_result != old
             wanted += int(changes.sum())
-            stayed += int((changes & (one == old)).sum())
-    return stayed / wanted if wanted else 0.0
+            lost += int((changes & (result == old)).sum())
+    return lost / wanted if wanted else 0.0
 
 
 def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> Deviation:
-    """How far `value` is from `reference`; `lost` stays 0 unless it is asked for."""
+    """The deviation of `value` from `reference`; without `count_lost` its `lost` is 0."""
     value = value.float() if value.element_size() == 1 else value       # few operators take float8
     if value.is_complex():
         value, reference = torch.view_as_real(value), torch.view_as_real(reference)
@@ -362,10 +388,11 @@ def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> 
     return Deviation(error, float(torch.where(fits, reference, 0.0).double().norm()), lost, broken, count)
 
 
-def _sum(some: Iterable[Deviation]) -> Deviation:
-    """Several tensors as one: what is mathematically zero beside others weighs nothing."""
-    parts = list(some)
+def _sum(deviations: Iterable[Deviation]) -> Deviation:
+    """The deviation of several tensors taken as one."""
+    parts = list(deviations)
     return Deviation(
-        math.hypot(*(one.error for one in parts)), math.hypot(*(one.norm for one in parts)),
-        sum(one.lost for one in parts), sum(one.broken for one in parts), sum(one.numel for one in parts),
+        error=math.hypot(*(part.error for part in parts)), norm=math.hypot(*(part.norm for part in parts)),
+        lost=sum(part.lost for part in parts), broken=sum(part.broken for part in parts),
+        numel=sum(part.numel for part in parts),
     )

@@ -1,6 +1,7 @@
-"""Changes to a step that can be tried: each knows the code that a user writes, and runs a step as if it were there.
+"""Changes that may cure a step, and advice where none does.
 
-Which of them a cause asks for, and what helps in the user's own code where none does.
+A change has the code that a user writes for it, and a context that runs a step as if that code were there. The second
+half of the file selects the changes for a cause, and the advice for the user's own code.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 
-Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
-_AS_THEY_ARE = frozenset({
+Region = Literal["ampkit", "torch", "none"]     # the kind of region that the user's step runs in
+_NOT_CAST = frozenset({     # functions whose arguments `LineChange` does not cast
     "batch_norm", "backward", "__get__", "__set__", "__delete__", "__setitem__", "__iadd__", "__isub__", "__imul__",
     "__itruediv__",
 })
@@ -37,7 +38,7 @@ _AS_THEY_ARE = frozenset({
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """Modules to keep in float32. A step whose region has a policy of its own takes no notice."""
+    """Modules that compute in float32 by a policy. It has no effect on a region with a policy of its own."""
 
     device: str
     model: Module
@@ -45,7 +46,7 @@ class PolicyChange:
 
     @property
     def code(self) -> str:
-        """What a user writes for it."""
+        """The code that a user writes."""
         rules = ", ".join(f'"{path}": torch.float32' for path in self.modules)
         return f'policy = Policy.default("{self.device}").for_modules(model, {{{rules}}})'
 
@@ -55,7 +56,7 @@ class PolicyChange:
         return autocast(self.device, enabled=False, policy=policy)
 
     def extended(self, left: Finding) -> PolicyChange | None:
-        """With the module of what is not finite with it, or the one around that; None if nothing is left."""
+        """This change with the module of a finding that is left, or the module around it; None if there is none."""
         path = left.origin.module if left.origin.module in _paths(self.model) else ""
         while path in self.modules:
             path = path.rpartition(".")[0]
@@ -63,7 +64,7 @@ class PolicyChange:
 
 
 class LineChange(TorchFunctionMode):
-    """Lines of the user's code computed in float32, casts to 16 bits included: what any step can do."""
+    """Lines of the user's code that compute in float32, and do not cast to 16 bits; with a region or without."""
 
     def __init__(self, device: str, region: Region, lines: tuple[Lines, ...]) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class LineChange(TorchFunctionMode):
 
     @property
     def code(self) -> str:
-        """What a user writes for it."""
+        """The code that a user writes."""
         where = " and ".join(map(str, self.lines))
         if self.region == "none":
             return f"compute {where} in float32: .float() on its tensors, and no cast to 16 bits there"
@@ -85,53 +86,60 @@ class LineChange(TorchFunctionMode):
         return self
 
     def extended(self, left: Finding) -> LineChange | None:
-        """With a line of what is not finite with it, else with its function; None if nothing is left."""
-        new = [place for one in (left.made, left.origin) if one is not None and (place := line_of(one))]
-        new += [whole for place in new[::-1] if (whole := function_around(place)) is not None]
-        more = next((place for place in new if not any(one.covers(place) for one in self.lines)), None)
-        if more is None:
+        """This change with a line of a finding that is left, or the line's function; None if there is none."""
+        candidates: list[Lines] = []
+        for operation in (left.made, left.origin):
+            line = None if operation is None else line_of(operation)
+            if line is not None:
+                candidates.append(line)
+        for line in reversed(list(candidates)):
+            function = function_around(line)
+            if function is not None:
+                candidates.append(function)
+        added = next((new for new in candidates if not any(old.covers(new) for old in self.lines)), None)
+        if added is None:
             return None
-        return LineChange(self.device, self.region, (*(one for one in self.lines if not more.covers(one)), more))
+        return LineChange(self.device, self.region, (*(old for old in self.lines if not added.covers(old)), added))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         file, line = find_caller(1).line()
-        if not any(one.covers(Lines(file, line, line)) for one in self.lines):
-            return self._called(func, args, kwargs)
+        if not any(lines.covers(Lines(file, line, line)) for lines in self.lines):
+            return self._call(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in _AS_THEY_ARE or (name.endswith("_") and not name.endswith("__")):
-            return self._called(func, args, kwargs)     # what they write is not to be a copy
+        if name in _NOT_CAST or (name.endswith("_") and not name.endswith("__")):
+            return self._call(func, args, kwargs)       # an operator in place must not write to a copy
         if func in (Tensor.half, Tensor.bfloat16):
             func = Tensor.float
         args, kwargs = _widened(args), _widened(kwargs)
-        around: AbstractContextManager[Any] = nullcontext()
+        region: AbstractContextManager[Any] = nullcontext()
         if torch.is_autocast_enabled(self.device):
-            around = (autocast if self.region == "ampkit" else torch.autocast)(self.device, enabled=False)
-        with around:
+            region = (autocast if self.region == "ampkit" else torch.autocast)(self.device, enabled=False)
+        with region:
             return func(*args, **kwargs)
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call elsewhere; where it refuses a float32 tensor beside 16 bits, with that cast back."""
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function outside of the lines; if it refuses float32 beside 16 bits, again with float32 cast back."""
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            dtypes = {one.dtype for one in tensors_in((args, kwargs))}
+            dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
             low = next((dtype for dtype in SIXTEEN_BIT if dtype in dtypes), None)
             if low is None or torch.float32 not in dtypes:
                 raise
 
-            def lowered(one: Tensor) -> Tensor:
-                return one.to(low) if one.dtype is torch.float32 else one
+            def lowered(tensor: Tensor) -> Tensor:
+                return tensor.to(low) if tensor.dtype is torch.float32 else tensor
 
             return func(*map_tensors(args, lowered), **map_tensors(kwargs, lowered))
 
 
 def _widened(value: Any) -> Any:
-    """Arguments in float32, dtypes among them too."""
-    def other(leaf: Any) -> Any:
+    """Arguments with 16-bit tensors, and 16-bit dtypes, in float32."""
+    def widened_dtype(leaf: Any) -> Any:
         return torch.float32 if isinstance(leaf, torch.dtype) and leaf in SIXTEEN_BIT else leaf
 
-    return map_tensors(value, lambda one: one.float() if one.dtype in SIXTEEN_BIT else one, other)
+    return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in SIXTEEN_BIT else tensor, widened_dtype)
 
 
 Change = PolicyChange | LineChange
@@ -142,7 +150,7 @@ def _paths(model: Module) -> set[str]:
 
 
 class Lines(NamedTuple):
-    """Lines of a file, both ends included."""
+    """Lines of a file, from `first` to `last` inclusive."""
 
     file: str
     first: int
@@ -152,28 +160,29 @@ class Lines(NamedTuple):
         return f"{self.file}:{self.first}" + (f"-{self.last}" if self.last > self.first else "")
 
     def covers(self, other: Lines) -> bool:
+        """Whether all of some lines are among these."""
         return self.file == other.file and self.first <= other.first and other.last <= self.last
 
 
 def line_of(operation: Operation) -> Lines | None:
-    """Where an operation is called."""
+    """The line that calls an operation; None if it is not known."""
     return Lines(operation.file, operation.line, operation.line) if operation.line else None
 
 
-def function_around(place: Lines) -> Lines | None:
-    """The body of the innermost function around a line."""
+def function_around(lines: Lines) -> Lines | None:
+    """The body of the innermost function around some lines; None if there is none, or the file cannot be read."""
     try:
-        tree = ast.parse(Path(place.file).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(lines.file).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return None
-    found = [
-        Lines(place.file, node.body[0].lineno, node.end_lineno or node.lineno) for node in ast.walk(tree)
+    bodies = [
+        Lines(lines.file, node.body[0].lineno, node.end_lineno or node.lineno) for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    return min((one for one in found if one.covers(place)), key=lambda one: one.last - one.first, default=None)
+    return min((body for body in bodies if body.covers(lines)), key=lambda body: body.last - body.first, default=None)
 
 
-# --- which of them, for a cause
+# --- the changes and the advice for a cause
 
 
 def suggestion(
@@ -181,8 +190,8 @@ def suggestion(
 ) -> Suggestion:
     """The first change that helps, or advice.
 
-    `attempt` tries a change, to which it may add, and returns it, whether it helps, and how one sees that. Without it
-    the first change is suggested as one that is not verified.
+    `attempt` tries a change, which it may extend, and returns the change, whether it helps, and the evidence. Without
+    `attempt` the first change is suggested as not verified.
     """
     tried = []
     for change in changes:
@@ -196,14 +205,14 @@ def suggestion(
 
 
 def changes_for(finding: Finding, region: Region, model: Module | None) -> Iterator[Change]:
-    """What may help, the likeliest first."""
-    origin, cause = finding.origin, finding.cause
-    places = (origin, finding.made) if finding.made is not None else (origin,)
-    if cause.kind in ("arrived", "received", "constant", "uninitialised") or origin.phase == "optimizer" or not any(
-        low in text for low in ("float16", "bfloat16") for text in (*(one.dtype for one in places), *finding.inputs)
-    ):
+    """Changes that may cure a finding, the likeliest first; none where float16 and bfloat16 take no part."""
+    origin, made = finding.origin, finding.made
+    if finding.cause.kind in ("arrived", "received", "constant", "uninitialized") or origin.phase == "optimizer":
         return
-    line = (finding.made and line_of(finding.made)) or line_of(origin)
+    texts = (origin.dtype, "" if made is None else made.dtype, *finding.inputs)
+    if not any("float16" in text for text in texts):        # bfloat16 too
+        return
+    line = (made and line_of(made)) or line_of(origin)
     yield from _changes(origin.module, line, finding.device, region, model)
 
 
@@ -214,22 +223,22 @@ def _changes(path: str, line: Lines | None, device: str, region: Region, model: 
         yield LineChange(device, region, (line,))
 
 
-# By kind of cause: what helps, and why nothing was tried.
+# By kind of cause: what helps, and the evidence.
 _ADVICE = {
     "received": ("see the report of the rank that sent it", "what this rank sent is finite"),
-    "constant": ("where it is a mask, write a finite number, as -1e4, or leave it out of the sum; else do not write "
-                 "inf or NaN where nothing masks it out", "the code asks for it"),
-    "uninitialised": ("write to the memory before it is read", "nothing fills it in"),
+    "constant": ("for a mask write a finite number, such as -1e4, or leave the element out of the sum; else do not "
+                 "write inf or NaN where nothing masks it out", "the code asks for it"),
+    "uninitialized": ("write to the memory before it is read", "no operator writes to it"),
     "unknown": ("look at its inputs", "the operator could not be run again to see why"),
 }
 
 
 def advice(finding: Finding) -> Suggestion:
-    """What helps where no change does, as far as it is known."""
+    """The advice for a finding that no change cures."""
     origin, cause = finding.origin, finding.cause
     if cause.kind == "arrived":
-        what = f"{finding.parameter!r}" if finding.parameter else "the data"
-        return Suggestion(f"look at what wrote {what} before this step", evidence="it is broken before it is used")
+        name = repr(finding.parameter) if finding.parameter else "the data"
+        return Suggestion(f"look at what wrote {name} before this step", evidence="it is broken before it is used")
     if cause.kind in _ADVICE:
         code, evidence = _ADVICE[cause.kind]
         return Suggestion(code, evidence=evidence)
@@ -239,15 +248,15 @@ def advice(finding: Finding) -> Suggestion:
     if origin.phase == "optimizer" and cause.kind in ("rounded", "overflow"):
         return Suggestion("eps=1e-4 in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)",
                           evidence="not verified")
-    why, what = advice_for(origin.op, origin.backward_of)
+    why, general_advice = advice_for(origin.op, origin.backward_of)
     if origin.phase == "backward" and cause.kind == "overflow" and cause.value and cause.limit and not (
         finding.scale or why
     ):
         divisor = 2.0 ** math.ceil(math.log2(cause.value / cause.limit))
-        return Suggestion(f"(loss / {divisor:g}).backward()    # gradients are {divisor:g} times smaller then",
+        return Suggestion(f"(loss / {divisor:g}).backward()    # makes gradients {divisor:g} times smaller",
                           evidence="not verified")
     if cause.kind == "rounded" and " is " in cause.text:
-        return Suggestion("write a number that the dtype holds: in float16 6e-8 or more, and at most 1 - 5e-4",
+        return Suggestion("write a number that the dtype can represent: in float16 at least 6e-8, and at most 1 - 5e-4",
                           evidence="not verified")
     if cause.kind == "overflow" and not finding.inputs:
         return Suggestion("make these numbers in float32", evidence=f"beyond {origin.dtype}")
@@ -255,29 +264,31 @@ def advice(finding: Finding) -> Suggestion:
         cause.kind, "float64 has no finite value for these inputs either")
     if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
         return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
-    return Suggestion(what, evidence=evidence)
+    return Suggestion(general_advice, evidence=evidence)
 
 
 def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
-    """What may bring a step nearer to its reference."""
-    one = report.error_origin()
-    if one is not None and not report.underflows and not report.lost_updates:
+    """Changes that may reduce the error of a step."""
+    origin = report.error_origin()
+    if origin is not None and not report.underflows and not report.lost_updates:
         device = next((p.device.type for p in model.parameters()), "cpu")
-        yield from _changes(one.module, line_of(one), device, region, model)
+        yield from _changes(origin.module, line_of(origin), device, region, model)
 
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:
-    """What helps where no change was tried, or none helped."""
-    one = report.error_origin()
+    """The advice for a step where no change was tried, or none helped."""
+    origin = report.error_origin()
     if report.underflows:
-        return Suggestion("scale the loss: scaler = ampkit.GradScaler()", evidence="float16 ends at 6e-08")
+        return Suggestion("scale the loss: scaler = ampkit.GradScaler()", evidence="float16's smallest number is 6e-08")
     if report.lost_updates:
         lost = report.lost_updates[0]
-        what = f"keep what {lost.file}:{lost.line} updates in float32, and cast a copy of it to {lost.dtype}"
-        masters = "keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"
-        return Suggestion(masters if lost.by_optimizer else what,
+        code = f"keep the tensor that {lost.file}:{lost.line} updates in float32, and cast a copy of it to {lost.dtype}"
+        if lost.by_optimizer:
+            code = "keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"
+        return Suggestion(code,
                           evidence="the update is less than half a unit in the last place")
-    if one is not None and one.op == "aten::add_.Tensor" and one.phase == "backward" and not one.backward_of:
+    in_backward = origin is not None and origin.phase == "backward" and not origin.backward_of
+    if origin is not None and in_backward and origin.op == "aten::add_.Tensor":     # it accumulates gradients
         return Suggestion("accumulate gradients in float32, beside the parameters", evidence="not verified")
     return Suggestion("keep more of the model in float32", evidence="not verified")
 

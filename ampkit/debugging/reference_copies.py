@@ -1,8 +1,7 @@
-"""What every tensor would hold had the step been computed in a wider dtype: a reference copy of its memory.
+"""Reference copies: the values that each tensor would have if the step were computed in a wider dtype.
 
-A reference copy belongs to a storage, element for element, so that views and in-place writes find it where they find
-the user's values. Memory for which no operator has computed anything different has no reference copy: it is read as it
-is.
+A reference copy belongs to a storage, element for element, so that views and in-place writes find it as they find the
+user's values. A storage whose reference values equal the user's has no copy: the user's values are read.
 """
 
 from __future__ import annotations
@@ -16,15 +15,18 @@ from torch import Tensor
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.operator_tracing import is_opaque
 
-_SPARE = 1 << 20        # bytes of reference copies beyond which those of memory that is gone are looked for
+_SPARE = 1 << 20        # after so many bytes of new copies, copies of freed storages are removed
 
 
 class Error(NamedTuple):
-    """How far a tensor is from its reference copy, relatively, and the calls that made it, by index; -1 for none."""
+    """The relative error of a tensor against its reference copy, and the indices of the calls that made it.
+
+    An index is -1 without such a call.
+    """
 
     relative: float
-    maker: int          # of the most of it
-    lost: int = -1      # the last that made elements 0 which are none in the reference copy
+    maker: int          # the call that made most of the error
+    lost: int = -1      # the last call that made elements 0 that are not 0 in the reference copy
 
 
 NONE = Error(0.0, -1)
@@ -32,7 +34,7 @@ NONE = Error(0.0, -1)
 
 @dataclass(slots=True)
 class _Copy:
-    """The same elements in another dtype, and how far the user's are from them."""
+    """A storage's elements in the reference's dtype, and the error of the user's elements."""
 
     flat: Tensor            # one dimension, real numbers
     real: torch.dtype       # the user's dtype, real for a complex one
@@ -40,29 +42,29 @@ class _Copy:
 
 
 class ReferenceCopies:
-    """Reference copies of tensors in at least `reference`, made when an operator computes them."""
+    """Reference copies of tensors, in the dtype `reference` or a wider one, set as operators compute them."""
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
         self._copies: StorageMap[_Copy] = StorageMap(lambda copy: copy.flat.nbytes, _SPARE, 1 / 32)
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a reference copy: that of the tensor if it is no float, or as wide as the reference."""
+        """The dtype of the reference copy of a tensor with `dtype`; `dtype` itself for integers and wider floats."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return dtype
         return self.reference if dtype.itemsize == 1 else torch.promote_types(dtype, self.reference)
 
     def has_copy(self, tensor: Tensor) -> bool:
-        """Whether a tensor's reference values are other than its own."""
+        """Whether a tensor has reference values other than its own."""
         return self._copy_of(tensor) is not None
 
     def error(self, tensor: Tensor) -> Error:
-        """What was noted when a tensor's memory was last computed."""
+        """The error that was noted when a tensor was last computed."""
         copy = self._copy_of(tensor)
         return NONE if copy is None else copy.error
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The reference values of a tensor. They may be the user's own: for reading only."""
+        """The reference values of a tensor, for reading only: they may share memory with the user's."""
         copy = self._copy_of(tensor)
         if copy is None:
             return tensor if is_opaque(tensor) else tensor.detach().to(self.wide(tensor.dtype))
@@ -72,14 +74,14 @@ class ReferenceCopies:
         return -view if tensor.is_neg() else view
 
     def make_writable(self, tensor: Tensor) -> None:
-        """Give a tensor's memory a reference copy that may be written in place."""
+        """Make a reference copy of a tensor's storage, if there is none, that may be written in place."""
         if self._copy_of(tensor) is None and not is_opaque(tensor):
             plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
             whole = plain.as_strided((_n_elements(tensor),), (1,), 0)
             self._keep(tensor, whole.to(self.wide(whole.dtype), copy=True))
 
     def write(self, tensor: Tensor, value: Tensor, error: Error, *, own: bool) -> None:
-        """Note the reference values of a new tensor; `own`: nothing else holds the memory of `value`."""
+        """Set the reference values of a new tensor; `own`: `value` shares its memory with no other tensor."""
         count = _n_elements(tensor)
         value = value.to(self.wide(tensor.dtype))
         if own and _fills(tensor, count) and _fills(value, count) and value.stride() == tensor.stride():
@@ -91,20 +93,20 @@ class ReferenceCopies:
         self.note_error(tensor, error)
 
     def note_error(self, tensor: Tensor, error: Error) -> None:
-        """Note how far a tensor is from its reference copy."""
+        """Set the error of a tensor that has a reference copy."""
         copy = self._copy_of(tensor)
         if copy is not None:
             copy.error = error
 
     def forget(self, tensor: Tensor) -> None:
-        """From here on a tensor's own values are the reference."""
+        """Remove a tensor's reference copy: from now on its own values are the reference."""
         self._copies.discard(tensor)
 
     def _copy_of(self, tensor: Tensor) -> _Copy | None:
         copy = None if is_opaque(tensor) else self._copies.get(tensor)
         if copy is None or (copy.real is _real(tensor) and copy.flat.numel() == _n_elements(tensor)):
             return copy
-        return None         # the memory was given another meaning, or another size
+        return None         # the storage has another dtype or size by now
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         self._copies.set(tensor, _Copy(flat, _real(tensor)))
@@ -119,7 +121,7 @@ def _n_elements(tensor: Tensor) -> int:
 
 
 def _fills(tensor: Tensor, count: int) -> bool:
-    """Whether a tensor is all of its memory, as it lies there."""
+    """Whether a tensor covers its whole storage, without conjugation or negation."""
     return (
         tensor.storage_offset() == 0 and _n_elements(tensor) == count
         and tensor.numel() * (2 if tensor.is_complex() else 1) == count

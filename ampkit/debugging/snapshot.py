@@ -1,4 +1,4 @@
-"""Everything that a training step changes, kept so that the step can be run again exactly."""
+"""A copy of all state that a training step changes, so that the step can run again exactly as before."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ampkit.engine.optimizer_steps import invalidate_casts
 
 
-class Snapshot:
-    """Parameters, buffers, gradients, random number generators, optimizers and scalers, as they were.
+class TrainingSnapshot:
+    """A copy of parameters, buffers, gradients, random number generators, optimizers and scalers.
 
-    Optimizers and scalers are handed to `add` before they change. What else a step changes goes into `others`: objects
-    with `state_dict` and `load_state_dict`. The end of `with snapshot:`, which also meets optimizers that step in it,
-    puts everything back.
+    Pass optimizers and scalers to `add` before they change. `others` are further objects that a step changes, with
+    `state_dict` and `load_state_dict`. Leaving `with snapshot:` restores everything, also optimizers that stepped
+    inside of it.
     """
 
     def __init__(self, model: Module, others: Iterable[Any] = ()) -> None:
-        self._tensors: dict[Tensor, tuple[Tensor, Tensor | None]] = {}      # their values and gradients
+        self._tensors: dict[Tensor, tuple[Tensor, Tensor | None]] = {}      # values and gradients
         self._keep((*model.parameters(), *model.buffers()))
         self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         self._optimizers: dict[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
         self._others: dict[int, tuple[Any, Any]] = {}
-        self._random = [(put_back, state()) for state, put_back in _generators()]
-        for one in others:
-            self.add(one)
+        self._random = [(set_state, get_state()) for get_state, set_state in _generators()]
+        for other in others:
+            self.add(other)
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> TrainingSnapshot:
         self._hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.add(optimizer))
         return self
 
@@ -43,41 +43,41 @@ class Snapshot:
         self._hook.remove()
         self.restore()
 
-    def add(self, one: Any) -> None:
-        """Keep the state of an optimizer, a scaler or another object, unless it is kept already."""
-        if isinstance(one, Optimizer):
-            if one not in self._optimizers:
-                self._keep(p for group in one.param_groups for p in group["params"])
-                groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
-                self._optimizers[one] = (_copied(dict(one.state)), _copied(groups))
-        elif not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+    def add(self, owner: Any) -> None:
+        """Copy the state of an optimizer, a scaler or another object, unless it was added before."""
+        if isinstance(owner, Optimizer):
+            if owner not in self._optimizers:
+                self._keep(p for group in owner.param_groups for p in group["params"])
+                groups = [{k: value for k, value in group.items() if k != "params"} for group in owner.param_groups]
+                self._optimizers[owner] = (_copied(dict(owner.state)), _copied(groups))
+        elif not hasattr(owner, "state_dict") or not hasattr(owner, "load_state_dict"):
             raise TypeError(
-                f"state holds {type(one).__name__}, which cannot be put back; expected state_dict and load_state_dict"
+                f"state holds {type(owner).__name__}, which cannot be put back; expected state_dict and load_state_dict"
             )
-        elif id(one) not in self._others:
-            self._others[id(one)] = (one, copy.deepcopy(one.state_dict()))
+        elif id(owner) not in self._others:
+            self._others[id(owner)] = (owner, copy.deepcopy(owner.state_dict()))
 
     def _keep(self, tensors: Iterable[Tensor]) -> None:
-        for one in tensors:
-            if one not in self._tensors:
-                gradient = one.grad if one.is_leaf else None
-                self._tensors[one] = one.detach().clone(), None if gradient is None else gradient.clone()
+        for tensor in tensors:
+            if tensor not in self._tensors:
+                gradient = tensor.grad if tensor.is_leaf else None
+                self._tensors[tensor] = tensor.detach().clone(), None if gradient is None else gradient.clone()
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that have stepped."""
+        """The optimizers that were added or have stepped."""
         return list(self._optimizers)
 
     @property
-    def met(self) -> list[Any]:
-        """Optimizers and other objects whose state is kept."""
-        return [*self._optimizers, *(one for one, _ in self._others.values())]
+    def owners(self) -> list[Any]:
+        """Optimizers and other objects whose state is copied."""
+        return [*self._optimizers, *(owner for owner, _ in self._others.values())]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in place: what refers to a parameter still does."""
+        """Restore everything in place, so that references to parameters stay valid."""
         for buffers, before in self._buffers:
-            for name, tensor in before.items():     # a step may put another tensor in the place of one
+            for name, tensor in before.items():     # a step may replace a buffer by another tensor
                 buffers[name] = tensor              # a scripted module's table has no `update`
         for tensor, (value, _) in self._tensors.items():
             tensor.data.copy_(value)
@@ -87,20 +87,20 @@ class Snapshot:
             optimizer.state.update(_copied(state))
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(_copied(values))
-        for one, state in self._others.values():
-            one.load_state_dict(copy.deepcopy(state))
-        for put_back, state in self._random:
-            put_back(state)
-        invalidate_casts()      # casts of what was there until now are stale, and no version says so
+        for owner, state in self._others.values():
+            owner.load_state_dict(copy.deepcopy(state))
+        for set_state, state in self._random:
+            set_state(state)
+        invalidate_casts()      # cached casts of the weights are stale, though the weights' versions do not show it
 
     def restore_gradients(self) -> None:
-        """Put gradients back."""
+        """Restore gradients."""
         for tensor, (_, gradient) in self._tensors.items():
             tensor.grad = None if gradient is None else gradient.clone()
 
 
 def _copied(value: Any) -> Any:
-    """A copy with tensors cloned; keys, among them parameters, stay what they are."""
+    """A copy with tensors cloned. Keys, which may be parameters, are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ def _copied(value: Any) -> Any:
 
 
 def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Of each random number generator, what returns its state and what puts it back."""
+    """For each random number generator, the functions that get and set its state."""
     yield random.getstate, random.setstate
     yield torch.get_rng_state, torch.set_rng_state
     if "numpy" in sys.modules:

@@ -160,7 +160,7 @@ def unsquashed_action(x: Tensor) -> Tensor:     # ray-project/ray#14878
     return torch.atanh(action) + x
 
 
-@planted("in backward of aten::sqrt", r"1e-12 is 0 in float16", r"that the dtype holds", dtype=F16)
+@planted("in backward of aten::sqrt", r"1e-12 is 0 in float16", r"that the dtype can represent", dtype=F16)
 def penalty_of_a_critic(x: Tensor) -> Tensor:     # NVIDIA/apex#654
     gradient, = torch.autograd.grad((x.pow(3) * 0).sum(), x, create_graph=True)
     norm = torch.sqrt(torch.sum(gradient**2, -1) + 1e-12)       # here

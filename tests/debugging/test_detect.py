@@ -70,7 +70,7 @@ def test_find_nonfinite_verifies_a_change_of_two_rules() -> None:
     assert suggestion.code == (
         'policy = Policy.default("cpu").for_modules(model, {"1": torch.float32, "2": torch.float32})'
     )
-    assert suggestion.evidence == "verified: 4 steps with it are finite (it has no optimizer)"
+    assert suggestion.evidence == "verified: 4 steps with it are finite (the step has no optimizer)"
     assert not suggestion.tried
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -148,7 +148,7 @@ def test_memory_that_nobody_wrote() -> None:
         memory.data_ptr()
         memory.untyped_storage().fill_(255)     # type: ignore[attr-defined]  # a NaN that no operator wrote
         (memory * 2).sum()
-    assert report.findings[0].cause.kind == "uninitialised"
+    assert report.findings[0].cause.kind == "uninitialized"
 
 
 def test_a_compiled_model_and_a_closure() -> None:
@@ -171,7 +171,7 @@ def test_a_compiled_step_that_is_finite_is_the_answer() -> None:
     report = debugging.find_nonfinite(step_of(lambda x: function(model(x)), kind="none"), model)
     assert report.status == "clean"
     assert str(report).startswith("compiled functions run eagerly here: ")
-    assert "note: as it is, compiled, the step is finite; run eagerly: the loss is nan" in str(report)
+    assert "note: the compiled step is finite; run eagerly: the loss is nan" in str(report)
 
 
 def test_caches_do_not_keep_casts_of_what_was_put_back() -> None:

@@ -40,7 +40,7 @@ def reference_of(step: Callable[[], Tensor]) -> Tensor:
     comparison = PrecisionComparison(None)
     with comparison:
         result = step()
-    return comparison.memory.read(result).clone()
+    return comparison.copies.read(result).clone()
 
 
 @pytest.mark.parametrize(("name", "dtype", "reference", "most"), [
@@ -57,7 +57,7 @@ def test_reference_gradients_are_those_of_a_wider_step(
     comparison = PrecisionComparison(model, reference)
     with comparison as report:
         one_step(model, batch, dtype)
-    found = {name: comparison.memory.read(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: comparison.copies.read(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     assert not report.opaque
     assert found.keys() == true.keys()
     assert all(torch.equal(found[key], true[key]) for key in true)
@@ -157,7 +157,7 @@ def test_memory_in_a_form_of_its_own_is_left_alone_and_named(dtype: torch.dtype)
     report = compare_precision(lambda: one_step(model, x, dtype), model)
     fused = {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"} if dtype is B16 else set()
     assert set(report.opaque) == fused
-    unseen = "unseen    aten::mkldnn_rnn_layer: it hands on memory in a form of its own"
+    unseen = "unseen    aten::mkldnn_rnn_layer: its kernels use memory in a private format"
     assert (unseen in str(report)) is bool(fused)
     assert report.gradient_error < (0.1 if fused else 1e-2)
     assert fused or report.loss == pytest.approx(report.reference_loss, rel=1e-2)
@@ -247,7 +247,7 @@ def test_copies_of_memory_that_is_gone_are_given_back() -> None:
         x = torch.ones(1 << 18, dtype=F16)
         for _ in range(60):
             x = x * 1.0001
-            live = sum(one.flat.untyped_storage().nbytes() for one in comparison.memory._copies.values())
+            live = sum(one.flat.untyped_storage().nbytes() for one in comparison.copies._copies.values())
             most = max(most, live)
     assert most <= 6 << 20      # one MiB each, sixty of them
 

@@ -146,7 +146,7 @@ def test_a_script_that_ends_too_early_is_inconclusive(debug: Command) -> None:
         assert "inconclusive: the script ended before step 9" in debug.out
     debug.write(SCRIPT + "print(float(loss.detach()) + float(torch.ones(2).mean()))")
     assert debug("nonfinite", "--from-step", "4", "4", "9") == 3
-    assert "ended before step 4, and nothing was looked at. Steps that a scaler" in debug.out
+    assert "ended before step 4, and nothing was checked. Steps that a scaler" in debug.out
 
 
 def test_debug_monitor(debug: Command) -> None:
@@ -180,7 +180,7 @@ def test_every_tool_checks_the_loop(debug: Command, tool: list[str]) -> None:
 def test_a_folder_that_is_not_there_is_told_before_the_script_runs(debug: Command, tool: str, option: str) -> None:
     file = str(debug.folder / "none" / "f")
     assert debug(tool, option, file, "4", "9") == 2
-    assert debug.err == f"ampkit debug: {option} is {file}; expected a file in a folder that is there\n"
+    assert debug.err == f"ampkit debug: {option} is {file}; expected a file in an existing folder\n"
     assert debug.out == ""
 
 

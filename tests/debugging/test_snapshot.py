@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit.debugging.snapshot import Snapshot
+from ampkit.debugging.snapshot import TrainingSnapshot
 
 
 class Counting(nn.Module):
@@ -31,7 +31,7 @@ def test_buffers_are_put_back(error: Exception | None) -> None:
     model = Counting()
     before = dict(model.named_buffers())
     values = {name: buffer.clone() for name, buffer in before.items()}
-    with contextlib.suppress(ValueError), Snapshot(model):
+    with contextlib.suppress(ValueError), TrainingSnapshot(model):
         model(torch.randn(8, 3))
         for name, buffer in model.named_buffers():
             assert not torch.equal(buffer, values[name]), name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import Policy, autocast, check_half, half, record_casts, wrap_forward
-from ampkit.debugging.snapshot import Snapshot
+from ampkit.debugging.snapshot import TrainingSnapshot
 from tests.helpers.regions import BF16, FP16, FP32
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -204,8 +204,8 @@ class Scale(nn.Module):
 
 def test_a_snapshot_puts_buffers_of_scripted_modules_back() -> None:
     scripted = Model(torch.jit.script(nn.Sequential(nn.BatchNorm1d(4))))
-    before = {name: tensor.clone() for name, tensor in scripted.state_dict().items()}
-    with Snapshot(scripted):
+    before = {name: value.clone() for name, value in scripted.state_dict().items()}
+    with TrainingSnapshot(scripted):
         scripted(torch.randn(8, 4))
         assert not torch.equal(scripted.part[0].running_mean, before["part.0.running_mean"])
     torch.testing.assert_close(dict(scripted.state_dict()), before, rtol=0, atol=0)
