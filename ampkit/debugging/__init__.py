@@ -1,4 +1,19 @@
-"""When numbers go wrong: which operator, which module, which line, why, and the smallest change that helps."""
+"""Tools that find where numbers go wrong: the operator, the module, the line, the cause, and the smallest change.
+
+| question | tool | file |
+| --- | --- | --- |
+| where does inf or NaN begin, in steps as they run? | `detect_nonfinite` | `detect` |
+| the same, with a change that was tried | `find_nonfinite` | `find` |
+| are scaler, gradients and optimizer called in the right order? | `check_loop` | `loop` |
+| which operators lose precision against float32? | `compare_precision` | `precision` |
+| how near is a long run to overflow and underflow? | `TensorMonitor` | `monitor` |
+| the same for a script that stays as it is | `ampkit debug` | `cli` |
+
+`operator_calls` observes the operators for `detect` and `precision`, with the callers from `call_sites` and the
+schema's facts from `operator_facts`. `nonfinite_origins` follows inf and NaN to a symptom, and `causes` finds out why.
+`reference_copies` holds a step's float32 values, by `storage_map`. `snapshot` restores a step's state,
+`proposed_changes` has the changes and the advice, and `report` the results of all tools.
+"""
 
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.find import find_nonfinite
