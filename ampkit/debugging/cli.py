@@ -119,7 +119,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     Returns why it did not run to its end; "" if it did, or if the tool stopped it.
     """
     if not Path(options.script).is_file():
-        raise FileNotFoundError(f"{options.script} is no file; expected the training script, then its own arguments")
+        raise FileNotFoundError(f"{options.script} is not a file; expected the training script, then its own arguments")
     for name in ("json", "out"):
         file = getattr(options, name, None)
         if file and not Path(file).parent.is_dir():
@@ -150,5 +150,5 @@ def _absolute(text: str) -> str:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps; expected 0, 1, 2, ...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; expected 0, 1, 2, ...")
     return int(text)

@@ -1,4 +1,4 @@
-"""Planted faults: the form they are written in, and how the answers of a report are judged.
+"""Planted faults: how they are written, and how the answers of a report are judged.
 
 A fault is a row of a table, or a function under one of two decorators: a layer (`planted`) or a step (`whole`). Its
 file is named in `test_battery.py`. Each has five answers: operator, module, line, cause, change. The line is that of
@@ -32,7 +32,7 @@ FLOAT = r"\.float\(\)"
 
 
 class Fault(NamedTuple):
-    """What was planted, and what a report must say of it."""
+    """A planted fault, and the answers that a report must give."""
 
     name: str
     tool: str               # nonfinite, precision or loop
@@ -57,7 +57,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """What the user's step runs in."""
+    """The region that the user's step runs in; none for another `kind`."""
     if kind == "torch":
         return torch.autocast("cpu", dtype=dtype)
     return autocast("cpu", dtype=dtype) if kind == "ampkit" else nullcontext()
@@ -70,7 +70,7 @@ def planted(
 ) -> Callable[[Any], Any]:
     """A function of a layer's output, (8, 16), as the last layer; in a model of `dtype`, or in a region with it.
 
-    `source`: what holds the line, where it is not the function.
+    `source`: the function with the line, if it is another one.
     """
     def add(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         low = dtype if kind == "none" else F32
@@ -132,14 +132,19 @@ def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype = F16) -> Tensor:
         return model(x).float().square().mean()
 
 
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state and that of torch's random number generator."""
+    return {**model.state_dict(), "random numbers": torch.get_rng_state()}
+
+
 def report_of(fault: Fault) -> str:
-    """What the tool says, as text."""
+    """The tool's report, as text."""
     model, step = fault.build()
     if fault.tool == "nonfinite":
-        before = [one.clone() for one in (*model.state_dict().values(), torch.get_rng_state())]
+        before = {name: value.clone() for name, value in state_of(model).items()}
         text = str(debugging.find_nonfinite(step, model))
-        after = (*model.state_dict().values(), torch.get_rng_state())
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "it left the step's mark"
+        changed = [name for name, value in state_of(model).items() if not torch.equal(value, before[name])]
+        assert changed == [], "find_nonfinite did not restore the state"
         return text
     if fault.tool == "precision":
         return str(debugging.compare_precision(step, model))
@@ -149,7 +154,7 @@ def report_of(fault: Fault) -> str:
 
 
 def judged(fault: Fault) -> tuple[dict[str, bool], str]:
-    """Each answer, right or not, and the report. What is not asked for is not in it."""
+    """For each answer that is asked for, whether it is right; and the report."""
     text = report_of(fault)
     finding = text.partition("\nthen ")[0]
     change = "\n".join(re.findall(r"^  (?:change|advice) .*(?:\n {12}.*)*", finding, re.MULTILINE))

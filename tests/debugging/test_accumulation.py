@@ -58,7 +58,7 @@ def test_steps_are_counted_and_what_a_scaler_skips_is_no_finding(
     if skips:
         assert report.skipped[0].step == 0
         assert report.skipped[0].scale == scale
-        assert max(one.step for one in report.skipped) < skips
+        assert max(finding.step for finding in report.skipped) < skips
 
 
 @pytest.mark.parametrize("micro", [1, 4])
@@ -93,7 +93,7 @@ def test_gradients_are_taken_before_the_loop_clears_them(cls: Any, scale: float)
     assert report.loss is not None
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
     if scale == 2.0**4:
-        assert {name: one.norm for name, one in report.gradients.items()} == pytest.approx(norms, rel=1e-6)
+        assert {name: error.norm for name, error in report.gradients.items()} == pytest.approx(norms, rel=1e-6)
         assert report.gradient_error < 1e-2
     else:       # the scaler skips the step
         assert report.gradient_error == math.inf
@@ -105,7 +105,7 @@ def test_gradients_of_a_skipped_step_that_others_add_to(cls: Any, factors: tuple
     """A discriminator's step is skipped; the generator's backward adds to its gradients, which nobody takes."""
     torch.manual_seed(0)
     generator, judge = nn.Linear(8, 8), nn.Linear(8, 1)
-    optimizers = [torch.optim.Adam(one.parameters()) for one in (judge, generator)]
+    optimizers = [torch.optim.Adam(network.parameters()) for network in (judge, generator)]
     scaler = cls("cpu", init_scale=2.0**20)
 
     def run(steps: int) -> None:

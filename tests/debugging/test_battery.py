@@ -16,7 +16,7 @@ from tests.debugging.planted import FAULTS, Fault, judged
 ROWS = battery, battery_threads      # importing them plants their faults
 
 pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
-# What is not answered, with what is missing.
+# Faults with the answers that are missing or wrong.
 MISSING: dict[str, set[str]] = {
     "gumbel_noise": {"cause"},          # the row of an inf that is absorbed, in place of that of the NaN
     "average_of_a_bfloat16_model": {"line", "cause", "change"},     # an average that is copied, not updated in place
@@ -28,7 +28,7 @@ if not battery.NEWEST:      # before torch 2.15 it is aten::lift_fresh, which ma
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault(fault: Fault) -> None:
-    """All that is asked for is answered; a change that is called verified is the right one."""
+    """Every answer that is asked for is right; a change that is called verified is the right change."""
     answers, text = judged(fault)
     assert {name for name, right in answers.items() if not right} == MISSING.get(fault.name, set()), text
     assert answers["change"] or "evidence  verified" not in text, text
@@ -42,7 +42,7 @@ def test_nine_in_ten_are_answered() -> None:
 class Intervene(TorchDispatchMode):
     """Runs a step with the result of one operator call replaced by its float64 result, as far as the dtype holds it.
 
-    It shares no part with the tools but their count of operators.
+    It shares only the count of operators with the tools.
     """
 
     def __init__(self, index: int) -> None:
@@ -57,8 +57,8 @@ class Intervene(TorchDispatchMode):
         self.count += 1
         if self.count - 1 != self.index:
             return func(*args, **kwargs)
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.is_floating_point()]
-        self.inputs_finite = all(bool(one.isfinite().all()) for one in given)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        self.inputs_finite = all(bool(tensor.isfinite().all()) for tensor in inputs)
 
         def widened(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -82,14 +82,14 @@ class Intervene(TorchDispatchMode):
 
 
 def broken(model: nn.Module, loss: Any) -> bool:
-    """What a user would see: the loss; behind one that is finite, gradients and parameters."""
+    """Whether the loss is broken, or a parameter or gradient."""
     if isinstance(loss, Tensor) and not bool(loss.isfinite().all()):
         return True
-    tensors = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
-    return not all(bool(one.isfinite().all()) for one in tensors)
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return not all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-NONFINITE = [one for one in FAULTS if one.tool == "nonfinite" and one.name not in MISSING]
+NONFINITE = [fault for fault in FAULTS if fault.tool == "nonfinite" and fault.name not in MISSING]
 
 
 @pytest.mark.parametrize("fault", NONFINITE, ids=lambda fault: fault.name)
@@ -110,8 +110,8 @@ def test_the_named_operator_is_to_blame(fault: Fault) -> None:
         model, step = fault.build()
         with Intervene(place) as there:
             loss = step()
-        # Where an operator has a pole, its derivative has one too: of a loss that was broken, the loss is judged.
-        assert broken(nn.Identity() if in_forward else model, loss) is not cured
+        # Where an operator has a pole, its derivative has one too: if the loss was broken, only the loss is judged.
+        assert broken(nn.Identity() if in_forward else model, loss) is not cured, f"with operator {place} in float64"
         if cured:
             assert there.inputs_finite
             assert not there.output_finite

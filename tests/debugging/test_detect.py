@@ -1,4 +1,4 @@
-"""detect_nonfinite and find_nonfinite beyond drawn faults: what arrives broken, what is asked for, what is tried."""
+"""`detect_nonfinite` and `find_nonfinite`: reports, causes, verified changes, and steps with unusual tensors."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ EIGHTS = torch.full((4, 8), 8.0)
 
 
 def overflowing() -> nn.Sequential:
-    """The middle layer's result does not fit float16, nor does it as the last one's input; the loss is small."""
+    """The middle layer's result overflows float16, also as the last layer's input; the loss is small."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
     nn.init.normal_(model.get_parameter("1.weight"), std=2e4)
@@ -62,7 +62,7 @@ def test_five_lines() -> None:
 def test_find_nonfinite_verifies_a_change_of_two_rules() -> None:
     """Two layers overflow, and both are named; a finite step is left alone."""
     model = overflowing()
-    before = [value.clone() for value in model.state_dict().values()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     report = debugging.find_nonfinite(step_of(model), model)
     suggestion = report.findings[0].suggestion
     assert suggestion is not None
@@ -72,14 +72,14 @@ def test_find_nonfinite_verifies_a_change_of_two_rules() -> None:
     )
     assert suggestion.evidence == "verified: 4 steps with it are finite (the step has no optimizer)"
     assert not suggestion.tried
-    assert all(map(torch.equal, before, model.state_dict().values()))
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
     assert not debugging.find_nonfinite(step_of(model, EIGHTS * 0 + 1e-12), nn.Sequential(nn.Linear(8, 1)))
 
 
 @pytest.mark.parametrize("kind", ["none", "torch", "ampkit"])
 def test_no_change_that_failed_is_suggested(kind: str) -> None:
-    """No precision helps; what was tried is named as tried in vain, and the rest is advice."""
+    """No precision helps: the change that was tried is listed as such, and the suggestion is advice."""
     model = nn.Sequential(nn.Linear(8, 4), Middle(lambda x: x / (x * 0)), nn.Linear(4, 1))
     batch = EIGHTS
     if kind == "none":
@@ -88,6 +88,7 @@ def test_no_change_that_failed_is_suggested(kind: str) -> None:
     assert suggestion is not None
     assert (suggestion.kind, suggestion.verified) == ("advice", False)
     assert suggestion.tried
+    assert f"  tried     did not help: {suggestion.tried[0]}" in suggestion.lines()
 
 
 def test_what_is_finite_for_one_step_only_is_not_verified() -> None:
@@ -138,11 +139,11 @@ def test_in_inference_mode_operators_come_apart_too() -> None:
     with torch.inference_mode(), debugging.detect_nonfinite(on_found="record") as report:
         y = layer(torch.ones(2, 4) * 1e6).to(torch.float16)
         (y - y).sum()
-    assert [one.origin.op for one in report.findings] == ["aten::_to_copy"]
+    assert [finding.origin.op for finding in report.findings] == ["aten::_to_copy"]
     assert report.findings[0].cause.kind == "overflow"
 
 
-def test_memory_that_nobody_wrote() -> None:
+def test_memory_that_no_operator_wrote() -> None:
     with debugging.detect_nonfinite(on_found="record") as report:
         memory = torch.empty(3)
         memory.data_ptr()
@@ -157,12 +158,12 @@ def test_a_compiled_model_and_a_closure() -> None:
     compiled: Any = torch.compile(model, backend="aot_eager")
     report = recorded(lambda: optimizer.step(step_of(compiled)), compiled)      # type: ignore[arg-type]
     assert report.findings[0].origin.module == "1"
-    assert report.findings[0].origin.phase == "forward"     # the closure of an optimizer is none of its own work
+    assert report.findings[0].origin.phase == "forward"     # though the optimizer calls the closure
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")       # of Dynamo, on the input of the function
 def test_a_compiled_step_that_is_finite_is_the_answer() -> None:
-    """The fault is of the eager run alone: it is a note."""
+    """Only the eager run is not finite: the report has a note and no finding."""
     @torch.compile(backend="aot_eager")
     def function(x: Tensor) -> Tensor:
         return x * 2 if torch.compiler.is_compiling() else x / 0

@@ -55,7 +55,7 @@ def test_headroom_underflow_and_broken_elements_are_counted() -> None:
 
 
 def test_updates_that_are_lost_are_counted() -> None:
-    """1 and 256 have bfloat16 neighbours 2**-7 and 2 apart: an update of 0.1 moves one of them."""
+    """1 and 256 have bfloat16 neighbors 2**-7 and 2 apart: an update of 0.1 moves one of them."""
     model = Fixed(1.0, 256.0, 256.0, 1.0, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TensorMonitor(model) as monitor:
@@ -96,6 +96,6 @@ def test_hooks_are_there_on_sampled_steps_only(tmp_path: Path) -> None:
     assert seen == [True, False, False, True, False, False, True]
     assert n_hooks() == before
     samples = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [one["step"] for one in samples] == [0, 3, 6]
+    assert [sample["step"] for sample in samples] == [0, 3, 6]
     assert set(samples[0]["outputs"]) == {"0", "1", "2", "Sequential"}
     assert set(samples[0]["lost_updates"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}

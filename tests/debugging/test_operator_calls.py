@@ -1,4 +1,4 @@
-"""What every tool leaves out of a step, and that nothing of a tool stays behind."""
+"""Operators that no tool observes, bad arguments of the tools, and that no hook stays registered."""
 
 import gc
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def test_printing_a_tensor_is_not_observed() -> None:
 
 
 def test_tensor_subclasses_take_themselves_apart() -> None:
-    """The parts come by; the subclass gets its own operators."""
+    """The operators on the parts are observed; the subclass gets its own operator."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     both = TwoTensor(torch.ones(2), torch.zeros(2))
@@ -33,7 +33,7 @@ def test_tensor_subclasses_take_themselves_apart() -> None:
 
 
 def state() -> list[Any]:
-    """What a tool hooks into or wraps."""
+    """Numbers of hooks, and functions that a tool wraps."""
     tables = (
         module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks,
         optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks,
@@ -43,10 +43,11 @@ def state() -> list[Any]:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Also after an exception; and a function that is wrapped is still itself to the user."""
+    """Also after an exception. A wrapped function keeps its name."""
     before = state()
     with pytest.raises(KeyError), detect_nonfinite() as report:     # noqa: PT012  the context's own end is what is tested
-        assert all(one != other for one, other in zip(before, state(), strict=True))
+        unchanged = [i for i, (old, new) in enumerate(zip(before, state(), strict=True)) if old == new]
+        assert unchanged == []
         assert torch.autograd.backward.__name__ == "backward"
         raise KeyError
     assert report.status == "inconclusive"
@@ -77,13 +78,13 @@ def test_bad_input(call: Callable[[], Any], error: type[Exception], says: str) -
 
 
 def test_memory_that_is_gone_is_forgotten() -> None:
-    """Its address is not given to another storage while the map remembers it."""
-    found: StorageMap[int] = StorageMap()
+    """Its address is not reused while the map has an entry for it."""
+    values: StorageMap[int] = StorageMap()
     for i in range(3000):
         tensor = torch.empty(4)
-        assert found.get(tensor) is None
-        found.set(tensor[1:], i)
-        assert found.get(tensor) == i
+        assert values.get(tensor) is None
+        values.set(tensor[1:], i)
+        assert values.get(tensor) == i
     gc.collect()
-    found.set(torch.empty(1), 0)
-    assert len(list(found.values())) <= 2048
+    values.set(torch.empty(1), 0)
+    assert len(list(values.values())) <= 2048

@@ -1,4 +1,4 @@
-"""The shadow run: its reference is a true float32 step, its errors are what arithmetic says, its memory is bounded."""
+"""`compare_precision`: its reference is a true float32 step, its errors are exact, and its memory is bounded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_reference_gradients_are_those_of_a_wider_step(
     found = {name: comparison.copies.read(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     assert not report.opaque
     assert found.keys() == true.keys()
-    assert all(torch.equal(found[key], true[key]) for key in true)
+    assert [name for name in true if not torch.equal(found[name], true[name])] == []
     assert 1e-9 < report.gradient_error < most
 
 
@@ -81,7 +81,7 @@ def test_casts_that_a_cache_has_kept_are_made_again() -> None:
 
 
 def errors_of(step: Callable[[], Any]) -> dict[str, Any]:
-    return {one.op: one for one in compare_precision(step).operators}
+    return {call.op: call for call in compare_precision(step).operators}
 
 
 def test_local_propagated_and_amplified_errors_are_what_arithmetic_says() -> None:
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_zero_in_exact_arithmetic_does_not_count() -> None:
     assert bias.error > 1
     assert bias.share < 1e-3
     assert report.gradient_error < 0.2
-    assert not any("amplified" in line and ", 0, " in line for line in str(report).splitlines())
+    assert [line for line in str(report).splitlines() if "amplified" in line and ", 0, " in line] == []
 
 
 # --- pitfalls
@@ -247,7 +247,7 @@ def test_copies_of_memory_that_is_gone_are_given_back() -> None:
         x = torch.ones(1 << 18, dtype=F16)
         for _ in range(60):
             x = x * 1.0001
-            live = sum(one.flat.untyped_storage().nbytes() for one in comparison.copies._copies.values())
+            live = sum(copy.flat.untyped_storage().nbytes() for copy in comparison.copies._copies.values())
             most = max(most, live)
     assert most <= 6 << 20      # one MiB each, sixty of them
 

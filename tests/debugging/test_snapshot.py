@@ -1,4 +1,4 @@
-"""What a snapshot puts back."""
+"""A snapshot restores buffers that a step wrote or replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ampkit.debugging.snapshot import TrainingSnapshot
 
 
 class Counting(nn.Module):
-    """Writes to one buffer in place, and puts another tensor in the place of the other."""
+    """Writes to the first buffer in place, and replaces the second by another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
