@@ -295,7 +295,7 @@ def index_of_neighbours(x: Tensor) -> Tensor:     # RosettaCommons/foundry#236
 
 
 # d8ahazard/sd_dreambooth_extension#1415
-@whole("precision", r"update.*(nothing|lost|rounds)|copy_|unmoved", WIDER, "aten::(copy_|add.*|mul.*)",
+@whole("precision", r"update.*(nothing|lost|rounds)|copy_", WIDER, "aten::(copy_|add.*|mul.*)",
        model=in_16_bits, state=lambda parameters: [p.detach().clone() for p in parameters])
 def average_of_a_bfloat16_model(model: nn.Module, average: list[Tensor]) -> None:
     model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
