@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype
-from ampkit.gradients.masters import masters_of
+from ampkit.gradients.collect import masters_of
 from ampkit.half_precision.boundary import refuse_bounded
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.gradients import amp_optimizers, closures, ranks
-from ampkit.gradients.collect import collect, parameters, unscale_
+from ampkit.gradients import closures, step_contract
+from ampkit.gradients.collect import collect, combined, merged, parameters, unscale_
 from ampkit.half_precision.master_weights import MasterWeights
-from ampkit.scaler import saved_state
+from ampkit.scaler import state_dict_checks
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.optimizer_records import Notes
+from ampkit.scaler.optimizer_notes import Notes
 
 
 class ScaledGradients:
@@ -157,10 +157,10 @@ class ScaledGradients:
         self.unscaled = False
         if found_inf is None or scaler is None:
             return
-        if amp_optimizers.is_amp_aware(optimizer):
+        if step_contract.is_amp_aware(optimizer):
             enter = self._flag_on_optimizer.enter_context
-            enter(amp_optimizers.attributes(optimizer, grad_scale=None, found_inf=found_inf))
-            enter(amp_optimizers.sound_first_momentum(optimizer, found_inf))
+            enter(step_contract.attributes(optimizer, grad_scale=None, found_inf=found_inf))
+            enter(step_contract.sound_first_momentum(optimizer, found_inf))
             scaler.note_step(optimizer, found_inf, skipped=None)
             return
         skip = bool(found_inf != 0)
@@ -238,7 +238,7 @@ class LossScaler(GradScaler):
         found_inf, groups = gradients.unscale_(self._inverse_scale()[0])
         notes = self._notes_of(gradients.optimizer)
         self._agree(gradients.optimizer, found_inf, groups)
-        flags = ranks.merged(notes.state["found_inf_per_device"], found_inf)
+        flags = merged(notes.state["found_inf_per_device"], found_inf)
         notes.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
         return self._found_inf(notes) if flags else None
 
@@ -249,7 +249,7 @@ class LossScaler(GradScaler):
 
     def checked_state(self, state_dict: Any) -> Any:
         """Return a saved state in the form that can be loaded; raises as `load_state_dict`, and changes nothing."""
-        return saved_state.loadable(state_dict, self.loss_scale)
+        return state_dict_checks.loadable(state_dict, self.loss_scale)
 
     def load_checked_state(self, state: Any) -> None:
         """Load what `checked_state` returned. It cannot fail, so that of several scalers all load or none does."""
@@ -264,4 +264,4 @@ class LossScaler(GradScaler):
 def _any(flags: Sequence[Tensor | None]) -> Tensor | None:
     """One flag, set if any of `flags` is set, on the device of the first; None if all are None."""
     present = [flag for flag in flags if flag is not None]
-    return ranks.combined(present, present[0].device) if present else None
+    return combined(present, present[0].device) if present else None

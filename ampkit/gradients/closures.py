@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.gradients.collect import parameters
-from ampkit.gradients.masters import masters_of
+from ampkit.gradients.collect import masters_of, parameters
 
 Closure = Callable[[], Any]
 

@@ -21,6 +21,7 @@ _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _REFERENCE = ampkit_kernels.reference
+_MASTERS = "_ampkit_masters"     # the attribute of an optimizer that holds its `MasterWeights`
 
 # Runs in C: a step looks at a thousand gradients.
 _dtype_of = attrgetter("dtype")
@@ -279,3 +280,40 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included."""
+    if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
+        return flags[0]
+    return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
+
+
+def merged(before: dict[torch.device, Tensor], found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    """The flags of two checks, by device: set where either is."""
+    both = {device: torch.maximum(before[device], flag) for device, flag in found.items() if device in before}
+    return {**before, **found, **both}
+
+
+def note_written(tensors: Sequence[Tensor]) -> None:
+    """Bump the versions of tensors and of their shards, as an in-place operation would: what is saved for backward is
+    stale now. Neither a kernel does it, nor, for the DTensor that autograd has saved, a write to its shard.
+    """
+    torch.autograd.graph.increment_version([*tensors, *map(local_tensor, tensors)])
+
+
+def masters_of(optimizer: Any) -> Any:
+    """The `MasterWeights` of an optimizer; None where it has none."""
+    return getattr(optimizer, _MASTERS, None)
+
+
+def set_masters(optimizer: Any, masters: Any) -> None:
+    """Let `masters_of` find them from now on."""
+    setattr(optimizer, _MASTERS, masters)
+
+
+def take_master_gradients(optimizer: Any) -> None:
+    """Move gradients that arrived at 16-bit parameters to their masters; no-op for an optimizer without masters."""
+    masters = getattr(optimizer, _MASTERS, None)      # not `masters_of`: a call more in every step
+    if masters is not None:
+        masters.take_gradients_()

@@ -9,19 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampkit.gradients.collect import moved
+from ampkit.gradients.collect import combined, moved
 
 
 def several() -> bool:
     """Whether torch.distributed is initialised with more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included."""
-    if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
-        return flags[0]
-    return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
 
 
 def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], device: torch.device) -> None:
@@ -41,12 +34,6 @@ def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], device: 
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     for local in found_inf.values():
         local.copy_(moved(flag, local.device))
-
-
-def merged(before: dict[torch.device, Tensor], found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-    """The flags of two checks, by device: set where either is."""
-    both = {device: torch.maximum(before[device], flag) for device, flag in found.items() if device in before}
-    return {**before, **found, **both}
 
 
 def differing(values: dict[str, float], device: torch.device, group: Any) -> dict[str, tuple[float, float]]:

@@ -20,8 +20,7 @@ from torch.nn import Parameter
 import ampkit_kernels
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.gradients import closures
-from ampkit.gradients.collect import local_tensor, moved
-from ampkit.gradients.masters import masters_of, set_masters
+from ampkit.gradients.collect import local_tensor, masters_of, moved, set_masters
 
 __all__ = ["MasterWeights"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 import ampkit_kernels as kernels
-from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.optim._precision import Precision
-from ampkit.optim._step import DeviceStep, multiplied, needs_float32, refuse_sparse
+from ampkit.gradients.step_contract import StepScalars
+from ampkit.optim.device_step import DeviceStep, multiplied, needs_float32, refuse_sparse
+from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_internals.optimizers import gathered
 
 

@@ -8,42 +8,44 @@ optimizer is a plain dict that other code may hold, change or replace; what this
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import numbers
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import replace
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
-import ampkit_kernels
 from ampkit.containers import map_tensors
-from ampkit.gradients import amp_optimizers, clipping, closures, ranks
-from ampkit.gradients.collect import Gradients, check_finite, collect, host_value_or_none, moved, parameters, unscale_
-from ampkit.gradients.masters import take_master_gradients
+from ampkit.gradients import clipping, closures, ranks, step_contract
+from ampkit.gradients.collect import (
+    Gradients,
+    check_finite,
+    collect,
+    combined,
+    host_value_or_none,
+    merged,
+    moved,
+    parameters,
+    take_master_gradients,
+    unscale_,
+)
 from ampkit.scaler import loss_scale as scales
-from ampkit.scaler import norm_limit, saved_state
-from ampkit.scaler.history import COUNTS, History, ScalerStats
-from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
-from ampkit.scaler.norm_limit import TimesMedian
-from ampkit.scaler.optimizer_records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
-from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
-from ampkit.scaler.saved_state import Loadable
+from ampkit.scaler import skip_above as norm_limit
+from ampkit.scaler import state_dict_checks
+from ampkit.scaler.loss_scale import DynamicLossScale, ScaleState
+from ampkit.scaler.optimizer_notes import MARK, LastStep, Notes, note_backward, refuse_claimed
+from ampkit.scaler.overflow_report import count_nonfinite
+from ampkit.scaler.scaler_answers import ScalerAnswers
+from ampkit.scaler.skip_above import TimesMedian
 from ampkit.torch_internals.modules import is_flat
-from ampkit.torch_internals.operators import current_device_type
 from ampkit.torch_internals.optimizers import update_scale_
 from ampkit.user_code import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])
-OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 Flags = dict[torch.device, Tensor]
 """For each device that holds gradients 0.0, or nonzero where one is not finite."""
 
@@ -51,11 +53,7 @@ _IDLE_STEPS = 3
 """Steps without gradients, from an optimizer's first step on, that are followed by a warning."""
 
 
-class LossScaleStuckError(RuntimeError):
-    """Gradients keep overflowing although the loss scale has collapsed."""
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ScalerAnswers):
     """Scale losses so that small gradients survive float16; skip steps whose gradients are not finite.
 
     Takes the place of `torch.amp.GradScaler`: same methods, arguments, results and `state_dict`.
@@ -100,109 +98,14 @@ class GradScaler(torch.amp.GradScaler):
     1
     """
 
-    def __init__(
-        self,
-        device: str | torch.device | None = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        loss_scale: LossScale | None = None,
-        process_group: Any = None,
-        allow_fp16: bool = False,
-        on_stuck: OnStuck = "warn",
-        skip_above: float | TimesMedian | None = None,
-    ) -> None:
-        self._device = _device_type(device)
-        self._enabled = enabled and _can_scale_on(self._device)
-        plain = (init_scale, growth_factor, backoff_factor, growth_interval)
-        # torch checks nothing when disabled
-        self._rule = scales.from_numbers(loss_scale, plain) if self._enabled else scales.checked(loss_scale)
-        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
-            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
-        self.process_group = process_group
-        self.allow_fp16 = allow_fp16
-        self.on_stuck = on_stuck
-        self._skip_above = norm_limit.checked(skip_above)
-        self._warned: set[str] = set()
-        self._stuck_check_due = False
-        self._init_scale = self._rule.init_scale
-        self._init_growth_tracker = 0
-        self._init_counters: dict[str, int] = {}
-        self._init_totals: dict[str, int] = {}
-        self._init_norms: list[list[Any]] = []
-        self._start()
-
-    def _start(self) -> None:
-        """Create the attributes that are not pickled: no scale on a device, no optimizer seen, no iteration begun."""
-        self._scale: Any = None
-        self._growth_tracker: Any = None
-        self._counters: Sequence[Tensor] = ()     # of the strategy, beside these two
-        self._history: Any = None       # made with the scale
-        self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
-        self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
-        self._states: MutableMapping[int, Any] = defaultdict(ready)
-        self._notes: dict[int, Notes] = {}
-        self._scale_calls = 0
-        # The largest by `id(optimizer)`: of what `clip_grad_norm_` returned, and of what was judged without it.
-        self._clipped_norms: dict[int, Tensor] = {}
-        self._judged_norms: dict[int, Tensor] = {}
-        self._outlier: Tensor | None = None     # of any optimizer
-        self._used_scale: Tensor | None = None      # a copy
-
-    @property
-    def _per_optimizer_states(self) -> MutableMapping[int, Any]:
-        """torch's records by `id(optimizer)`. Setting it begins an iteration: other subclasses' `update` ends so."""
-        return self._states
-
-    @_per_optimizer_states.setter
-    def _per_optimizer_states(  # pyright: ignore[reportIncompatibleVariableOverride]  torch has a plain attribute
-        self, states: MutableMapping[int, Any]
-    ) -> None:
-        self._begin_iteration()
-        self._states = states
-
-    def _notes_of(self, optimizer: Any) -> Notes:
-        """What is known about an optimizer in this iteration, beside its record in `_per_optimizer_states`."""
-        notes = self._notes.get(id(optimizer))
-        if notes is None and not hasattr(optimizer, "param_groups"):
-            parameters(optimizer)       # raises, before there is a record
-        state = self._states[id(optimizer)]
-        if notes is None or notes.state is not state:
-            notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
-        return notes
-
-    def _last_step_of(self, optimizer: Any) -> LastStep:
-        found = self._last_steps.get(optimizer)
-        if found is None:
-            holds_shards = any(map(is_flat, parameters(optimizer)))
-            found = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms(optimizer))
-        return found
-
-    def _first_norms(self, optimizer: Any) -> Tensor | None:
-        """What `TimesMedian` begins with for one more optimizer: the saved norms of the only one of its size.
-
-        Where there are several it starts empty: with the norms of another it would skip good steps.
-        """
-        if not isinstance(self._skip_above, TimesMedian):
-            return None
-        device = self._where() if self._scale is not None else torch.device("cpu")
-        _refuse_capture(device, "the last norms of TimesMedian")
-        size = norm_limit.size(optimizer)
-        fitting = [norms for *saved, norms in self._init_norms if saved == size]
-        self._init_norms = [each for each in self._init_norms if each[:2] != size]
-        return self._skip_above.init(fitting[0] if len(fitting) == 1 else ()).to(device)
-
-    # Scaling
+    # 1. The loss: scale
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...
+
     @overload
     def scale(self, outputs: Outputs) -> Outputs: ...
+
     def scale(self, outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's are cases of it
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
@@ -239,44 +142,7 @@ class GradScaler(torch.amp.GradScaler):
             scale = copies[output.device]
         return output * scale
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError("_growth_tracker initialized before _scale")
-        _refuse_capture(dev, "the scale")
-        self._scale, self._growth_tracker, *self._counters = self._first_state(dev)
-        self._history = History(dev, self._init_totals)
-
-    def _first_state(self, device: torch.device) -> ScaleState:
-        return self._rule.init(
-            device, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
-        )
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale, tracker = super()._check_scale_growth_tracker(funcname)
-        if self._history is None:   # other code has set the two
-            self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
-            self._history = History(scale.device, self._init_totals)
-        return scale, tracker
-
-    def _inverse_scale(self) -> tuple[Tensor, Tensor]:
-        """1 / scale, rounded once from double where the device has it, and a clear flag, both 0-d on its device.
-
-        1 for a strategy that does not scale losses, whatever the scale.
-        """
-        scale = self._scale
-        if self._rule.scales_losses and self._history.triton is not None:
-            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
-            return inv_scale, flag
-        if not self._rule.scales_losses:
-            inv_scale = torch.ones_like(scale)
-        elif scale.is_mps:
-            inv_scale = scale.reciprocal()
-        else:
-            self._used_scale = used = scale.double()
-            inv_scale = used.reciprocal().float()
-        return inv_scale, torch.zeros_like(inv_scale)
-
-    # Unscaling
+    # 2. The gradients: unscale_, if `step` or clipping is not to do it
 
     def unscale_(self, optimizer: torch.optim.Optimizer, *, allow_repeat: bool = False) -> None:
         """Multiply the optimizer's gradients by 1 / scale, in place, and check them for inf and NaN. Never syncs.
@@ -336,6 +202,24 @@ class GradScaler(torch.amp.GradScaler):
         self._agree(optimizer, found, gradients.groups)
         return found
 
+    def _inverse_scale(self) -> tuple[Tensor, Tensor]:
+        """1 / scale, rounded once from double where the device has it, and a clear flag, both 0-d on its device.
+
+        1 for a strategy that does not scale losses, whatever the scale.
+        """
+        scale = self._scale
+        if self._rule.scales_losses and self._history.triton is not None:
+            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
+            return inv_scale, flag
+        if not self._rule.scales_losses:
+            inv_scale = torch.ones_like(scale)
+        elif scale.is_mps:
+            inv_scale = scale.reciprocal()
+        else:
+            self._used_scale = used = scale.double()
+            inv_scale = used.reciprocal().float()
+        return inv_scale, torch.zeros_like(inv_scale)
+
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
         if self._scale is None or self._history is None:
@@ -379,17 +263,24 @@ class GradScaler(torch.amp.GradScaler):
         if notes is not None:
             notes.groups = everyone
 
-    def _where(self) -> torch.device:
-        """Where the scale is, or will be: the device of what the ranks exchange, as NCCL takes none from the CPU."""
-        return torch.device(self._device) if self._scale is None else self._scale.device
+    def _notes_of(self, optimizer: Any) -> Notes:
+        """What is known about an optimizer in this iteration, beside its record in `_per_optimizer_states`."""
+        notes = self._notes.get(id(optimizer))
+        if notes is None and not hasattr(optimizer, "param_groups"):
+            parameters(optimizer)       # raises, before there is a record
+        state = self._states[id(optimizer)]
+        if notes is None or notes.state is not state:
+            notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
+        return notes
 
-    def _scale_on(self, device: torch.device) -> Tensor:
-        """The scale; before it is on a device, a copy of the first one on `device`."""
-        if self._scale is not None:
-            return self._scale
-        return torch.full((), self._init_scale, dtype=torch.float32, device=device)
+    def _last_step_of(self, optimizer: Any) -> LastStep:
+        found = self._last_steps.get(optimizer)
+        if found is None:
+            holds_shards = any(map(is_flat, parameters(optimizer)))
+            found = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms(optimizer))
+        return found
 
-    # Clipping
+    # 3. The norm: clip_grad_norm_, and the verdict of `skip_above`
 
     def clip_grad_norm_(
         self,
@@ -518,7 +409,7 @@ class GradScaler(torch.amp.GradScaler):
         self.unscale_(optimizer, allow_repeat=True)
         clipping.clamp_(self._gradients(optimizer), float(clip_value))
 
-    # Steps
+    # 4. The optimizer: step, or a skipped step
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale unless that is done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
@@ -572,7 +463,7 @@ class GradScaler(torch.amp.GradScaler):
         notes = self._notes.get(id(optimizer))
         if notes is None or notes.state is not optimizer_state:
             notes = Notes(optimizer, optimizer_state, self._last_step_of(optimizer))
-        found_inf = ranks.combined(flags, flags[0].device if self._scale is None else self._scale.device)
+        found_inf = combined(flags, flags[0].device if self._scale is None else self._scale.device)
         skip = found_inf.item() != 0
         if skip:
             self._count(notes, found_inf, skipped=True)
@@ -611,7 +502,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY and self._rule.scales_losses:
             grad_scale = self._scale if grad_scale is None else self._scale * grad_scale
         skipped = self._count(notes, found_inf, skipped=None)
-        run = amp_optimizers.run if not is_compiling() else amp_optimizers.run_uncompiled
+        run = step_contract.run if not is_compiling() else step_contract.run_uncompiled
         flag = found_inf if notes.outlier is None else torch.maximum(found_inf, notes.outlier)
         result = run(optimizer, args, kwargs, flag, grad_scale, notes.clip_factor)
         notes.clip_factor = None
@@ -646,7 +537,7 @@ class GradScaler(torch.amp.GradScaler):
             # the loss of this rank counts on every rank that must agree
             verdict = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
             ranks.agree(verdict, notes.groups, scale.device)
-            state["found_inf_per_device"] = ranks.merged(state["found_inf_per_device"], verdict)
+            state["found_inf_per_device"] = merged(state["found_inf_per_device"], verdict)
             if self._found_inf(notes).item() != 0:
                 raise closures.NonFiniteEvaluation
             return loss
@@ -679,9 +570,7 @@ class GradScaler(torch.amp.GradScaler):
     def _found_inf(self, notes: Notes) -> Tensor:
         """The flags of a record as one, 0.0 or 1.0, on the scale's device; without a scale on the first flag's."""
         flags = list(notes.state["found_inf_per_device"].values())
-        return ranks.combined(flags, flags[0].device if self._scale is None else self._scale.device)
-
-    # What a step leaves behind
+        return combined(flags, flags[0].device if self._scale is None else self._scale.device)
 
     def _note_step(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Remember how a step ended; `skipped` None when only the device knows. Calls `on_stuck` if that is due."""
@@ -694,7 +583,7 @@ class GradScaler(torch.amp.GradScaler):
         last.found_inf, last.skipped, last.idle_steps, last.outlier = found_inf, skipped, -1, notes.outlier
         self._stuck_check_due = skipped is None
         if skipped or notes.outlier is not None:
-            amp_optimizers.mark_step_called(notes.optimizer)
+            step_contract.mark_step_called(notes.optimizer)
         if skipped:
             self._check_stuck(float(self._scale_on(found_inf.device)))
 
@@ -706,7 +595,7 @@ class GradScaler(torch.amp.GradScaler):
             self._history.no_gradients += 1
         last = notes.last_step
         last.found_inf, last.skipped, last.counts = torch.zeros_like(self._scale_on(torch.device("cpu"))), True, None
-        amp_optimizers.mark_step_called(optimizer)
+        step_contract.mark_step_called(optimizer)
         if last.idle_steps >= 0:
             last.idle_steps += 1
         if last.idle_steps == _IDLE_STEPS:
@@ -729,30 +618,7 @@ class GradScaler(torch.amp.GradScaler):
             notes.last_step.counts = count_nonfinite(notes.optimizer) if skipped else None
         return skipped
 
-    def _check_stuck(self, scale: float) -> None:
-        """Call `on_stuck` when a step overflowed at a scale that can hardly fall further."""
-        rule = self._rule
-        if not isinstance(rule, DynamicLossScale) or scale > rule.stuck_scale:
-            return
-        message = (
-            f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. The "
-            f"values are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
-            f"scaler.history shows when it began."
-        )
-        if callable(self.on_stuck):
-            self.on_stuck(self.stats())
-        elif self.on_stuck == "raise":
-            raise LossScaleStuckError(message)
-        else:
-            self._warn_once("stuck", message)
-
-    def _warn_once(self, topic: str, message: str) -> None:
-        """Warn once per topic, at the line that called the package."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warn_user(message)
-
-    # The scale's next value
+    # 5. The next scale: update
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale to the found_inf flags of the iteration, and make every optimizer READY. Never syncs.
@@ -780,7 +646,7 @@ class GradScaler(torch.amp.GradScaler):
             idle = idle and state.get("stage", OptState.READY) is OptState.READY
         if flags:
             scale: Any = self._scale
-            self._advance(ranks.combined(flags, scale.device))
+            self._advance(combined(flags, scale.device))
         elif idle:
             raise AssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
@@ -825,7 +691,7 @@ class GradScaler(torch.amp.GradScaler):
             usable = torch.isfinite(wanted) & (wanted > 0)
             wanted = torch.where(usable, wanted.clamp(rule.min_scale, rule.max_scale), scale)
         elif isinstance(new_scale, numbers.Real) and not isinstance(new_scale, bool):
-            value = saved_state.usable_scale(new_scale, "new_scale")
+            value = state_dict_checks.usable_scale(new_scale, "new_scale")
             wanted = torch.full_like(scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
             given = type(new_scale).__name__ if hasattr(new_scale, "param_groups") else repr(new_scale)
@@ -839,257 +705,6 @@ class GradScaler(torch.amp.GradScaler):
         history.fold(scale)
         scale.copy_(wanted)
 
-    @property
-    def loss_scale(self) -> LossScale:
-        """The active strategy."""
-        return self._rule
-
-    def _change_rule(self, name: str, value: Any) -> None:
-        if not isinstance(self._rule, DynamicLossScale):
-            raise ValueError(f"cannot set {name} on {self._rule}: its scale never moves; use DynamicLossScale")
-        self._rule = replace(self._rule, **{name: value})
-
-    # torch's getters and setters, and libraries, use these
-    _growth_factor: Any = property(
-        lambda self: self._rule.growth_factor, lambda self, value: self._change_rule("growth_factor", value)
-    )
-    _backoff_factor: Any = property(
-        lambda self: self._rule.backoff_factor, lambda self, value: self._change_rule("backoff_factor", value)
-    )
-    _growth_interval: Any = property(
-        lambda self: self._rule.growth_interval, lambda self, value: self._change_rule("growth_interval", value)
-    )
-
-    # Answers
-
-    def _last_step_taken_of(self, optimizer: Any) -> LastStep:
-        last = self._last_steps.get(optimizer)
-        if last is None or last.found_inf is None:
-            raise RuntimeError(
-                f"scaler.step() has not been called with this {type(optimizer).__name__} yet; expected the object that "
-                "was passed to step(), not an optimizer that it wraps"
-            )
-        return last
-
-    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Whether the last `step(optimizer)` found inf or NaN and was skipped, as a 0-d bool tensor on the device.
-
-        Valid for every optimizer, fused ones included. Never syncs, unlike `if scaler.found_inf(optimizer):`. False
-        after a step that found no gradients, and when the scaler is disabled.
-
-        Raises:
-            RuntimeError: `step` has not been called with this optimizer.
-        """
-        if not self._enabled:
-            return torch.zeros((), dtype=torch.bool, device="cpu")
-        flag: Any = self._last_step_taken_of(optimizer).found_inf
-        return flag != 0
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the last `step(optimizer)` was taken, as a Python value; False without gradients too.
-
-        Waits for the device only when the optimizer skips there by itself. True when the scaler is disabled. Raises
-        RuntimeError if `step` has not been called with this optimizer. So a schedule follows its optimizer:
-        `if scaler.stepped(optimizer): schedule.step()`.
-        """
-        if not self._enabled:
-            return True
-        last = self._last_step_taken_of(optimizer)
-        is_outlier = last.outlier is not None and bool(last.outlier != 0)
-        return not (is_outlier or (bool(last.found_inf != 0) if last.skipped is None else last.skipped))
-
-    def stats(self) -> ScalerStats:
-        """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
-        if self._scale is None or self._history is None:    # the counts are those of a checkpoint, if any
-            cpu = torch.device("cpu")
-            return History(cpu, self._init_totals).totals(torch.full((), self.get_scale(), device=cpu))
-        stats = self._history.totals(self._scale)
-        if self._stuck_check_due and stats.consecutive_skips:
-            self._stuck_check_due = False
-            self._check_stuck(stats.scale)
-        return stats
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """The last 1,000 updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`, `outlier`.
-
-        `grad_norm` is what `clip_grad_norm_` returned; without that call the norm that `skip_above` judged, None where
-        there is neither. Of several calls and optimizers it is the largest. Empty before the first update, after
-        `load_state_dict`, and when disabled. Waits for the device.
-        """
-        return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
-
-    def overflow_report(
-        self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
-    ) -> OverflowReport:
-        """Which parameters held inf or NaN in the last skipped step, the likely origin first. Reads the device.
-
-        Optimizers that skip on an accelerator are examined when this is called: call it before their gradients are
-        cleared.
-
-        `model` names parameters; without it the optimizer's own names are used, where it was made with
-        `named_parameters()`, else group and position. `optimizer` says whose step; by default of every optimizer.
-        """
-        if model is not None and not hasattr(model, "named_parameters"):
-            raise TypeError(
-                f"model is {type(model).__name__}; expected the model whose names to use; optimizer= goes by keyword"
-            )
-        found: list[Counted] = []
-        for each, last in list(self._last_steps.items()):
-            if last.found_inf is None or (optimizer is not None and optimizer is not each):
-                continue
-            if last.counts is not None:
-                found += last.counts
-            elif bool(last.found_inf != 0):
-                found += count_nonfinite(each)
-        return report(found, model)
-
-    def check_ranks(self, process_group: Any = None) -> None:
-        """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.
-
-        Under DDP all ranks see the same gradients, and the scaler exchanges nothing. They still drift apart when one of
-        them loads another state, or steps parameters that DDP does not know. Call it now and then, after `update`: it
-        costs an all-reduce of eight numbers and two host reads. No-op in a single process and when disabled.
-
-        Args:
-            process_group: the ranks to compare; None: all.
-
-        Raises:
-            RuntimeError: what differs, on every rank, with the lowest and the highest value.
-        """
-        if not self._enabled or not ranks.several():
-            return
-        stats = self.stats()
-        compared = {name: float(getattr(stats, name)) for name in ("scale", "updates", "steps", "skips")}
-        differing = ranks.differing(compared, self._where(), process_group)
-        if differing:
-            ranges = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in differing.items())
-            raise RuntimeError(
-                f"ranks have drifted apart: {ranges}. Load the same scaler state on all ranks, and tell the "
-                "scaler which ranks hold shards: GradScaler(process_group=...)"
-            )
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, which torch.amp.GradScaler loads, and "ampkit" with the whole strategy and the counts.
-
-        Plain Python values; `{}` when disabled. Reads the device: call it after `update()`.
-        """
-        if not self._enabled:
-            return {}
-        # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
-        if self._scale is None or self._history is None:
-            counters = self._first_state(torch.device("cpu"))[2:]
-            totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
-        else:
-            counters, totals = self._counters, self._history.to_dict(self._scale)
-        return {
-            "scale": self.get_scale(),
-            "growth_factor": self._rule.growth_factor,
-            "backoff_factor": self._rule.backoff_factor,
-            "growth_interval": self._rule.growth_interval,
-            "_growth_tracker": self._get_growth_tracker(),
-            saved_state.OWN_KEY: {
-                "loss_scale": scales.to_dict(self._rule),
-                "counters": dict(zip(saved_state.COUNTERS, map(int, counters), strict=True)),
-                "totals": totals,
-                "norms": [
-                    *(
-                        [*norm_limit.size(optimizer), [norm for norm in last.norms.tolist() if norm < math.inf]]
-                        for optimizer, last in self._last_steps.items() if last.norms is not None
-                    ),
-                    *self._init_norms,
-                ],
-            },
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing happens when disabled.
-
-        The saved factors override the constructor's, as in torch. Entries of another kind of strategy than this
-        scaler's, and unknown entries, are ignored with a warning.
-
-        After an error nothing has been loaded.
-
-        Raises:
-            RuntimeError: an empty dict, as a disabled scaler saves it.
-            KeyError: missing entries, all of them named.
-            TypeError: an entry of another type.
-            ValueError: a scale, a strategy or a count that cannot be used.
-        """
-        if self._enabled:
-            self._take_over(saved_state.loadable(state_dict, self._rule))
-
-    def _take_over(self, new: Loadable) -> None:
-        """Continue from a saved state; tensors keep their addresses."""
-        self._rule, self._init_scale = new.rule, new.scale
-        self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
-        self._init_totals, self._init_norms = new.totals, new.norms
-        for optimizer, last in self._last_steps.items():
-            norms = self._first_norms(optimizer)
-            if last.norms is not None and norms is not None:
-                last.norms.copy_(norms)
-        if self._scale is not None and self._growth_tracker is not None:
-            self._check_scale_growth_tracker("load_state_dict")
-            live = self._scale, self._growth_tracker, *self._counters
-            for old, value in zip(live, self._first_state(self._scale.device), strict=True):
-                old.copy_(value)
-            self._history = History(self._scale.device, new.totals)
-
-    if not TYPE_CHECKING:       # a checker would take every name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Called for attributes that are not there: say what Apex's are here."""
-            if name in _NAMES_OF_APEX:
-                instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
-                raise AttributeError(instead, name=name, obj=self)
-            return super().__getattribute__(name)       # raises
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What lasts: settings, and the state as numbers. Reads the device."""
-        blank = object.__new__(GradScaler)
-        blank._start()
-        state = {name: value for name, value in vars(self).items() if name not in vars(blank)}
-        if not self._enabled:
-            return state
-        if self._states:
-            raise AssertionError(
-                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
-                "scaler.update(): what is known about this iteration's gradients would be lost."
-            )
-        saved = self.state_dict()
-        own = saved[saved_state.OWN_KEY]
-        return state | {
-            "_init_scale": saved["scale"],
-            "_init_growth_tracker": saved["_growth_tracker"],
-            "_init_counters": own["counters"],
-            "_init_totals": own["totals"],
-            "_init_norms": own["norms"],
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start()
-        vars(self).update(state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
-        memo[id(self.process_group)] = self.process_group   # cannot be copied
-        found = object.__new__(type(self))
-        found.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return found
-
-
-_NAMES_OF_APEX = {
-    "clear_overflow_state": "update(), which begins an iteration",
-    "cur_scale": "get_scale()",
-    "dynamic": "isinstance(scaler.loss_scale, ampkit.DynamicLossScale)",
-    "has_overflow": "found_inf(optimizer)",
-    "overflow": "found_inf(optimizer)",
-    "unscale": "unscale_(optimizer)",
-    "update_scale": "update()",
-}
-"""What stands in place of attributes of Apex's loss scalers and FP16_Optimizer."""
-
 
 def _too_late(name: str) -> RuntimeError:
     """The error for a method that is called after `step`."""
@@ -1097,32 +712,3 @@ def _too_late(name: str) -> RuntimeError:
         f"{name}() is being called after step(). Call it between backward() and step(), and update() once all "
         "optimizers have stepped."
     )
-
-
-def _refuse_capture(device: torch.device, what: str) -> None:
-    """Raise `RuntimeError` where `what` would be made within a CUDA graph: each replay would make it again."""
-    if ampkit_kernels.is_capturing(device):
-        raise RuntimeError(
-            f"{what} would be made inside a CUDA graph capture, and each replay would reset it; run a whole iteration "
-            "(scale, clipping, step, update) before the capture"
-        )
-
-
-def _device_type(device: str | torch.device | None) -> str:
-    """The type of a device, given as such or by name; None: the current accelerator's, else "cpu"."""
-    if device is None:
-        return current_device_type()
-    if not isinstance(device, str | torch.device):
-        raise TypeError(
-            f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale comes "
-            "second here, as in torch.amp, where torch.cuda.amp took it first; enabled= goes by keyword"
-        )
-    return torch.device(device).type
-
-
-def _can_scale_on(device_type: str) -> bool:
-    """Whether there is such a device; warns, with torch's sentence, where "cuda" is not available."""
-    if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
-        return True
-    warn_user("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.")
-    return False

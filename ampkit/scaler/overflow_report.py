@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ampkit.dtypes import dtype_name
-from ampkit.gradients.collect import collect, moved, places
-from ampkit.gradients.masters import masters_of
+from ampkit.gradients.collect import collect, masters_of, moved, places
 
 _SHOWN = 6
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 update_scale_ = torch._amp_update_scale_
 """torch.amp's rule for the next scale, as one kernel: bit for bit what its `GradScaler.update` computes."""
+
+ready_record = _refresh_per_optimizer_state
+"""Makes what torch.amp's scaler records about an optimizer: stage READY, no flags of inf or NaN."""
 
 foreach_add_ = torch._foreach_add_
 foreach_mul = torch._foreach_mul

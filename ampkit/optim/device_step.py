@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 import ampkit_kernels as kernels
-from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.gradients.collect import host_value_or_none, local_tensor, moved
-from ampkit.optim._precision import Precision
+from ampkit.gradients.collect import host_value_or_none, local_tensor, moved, note_written
+from ampkit.gradients.step_contract import StepScalars
+from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
 
@@ -204,7 +204,7 @@ class DeviceStep(ABC):
             weight, remainder = kernels.rounding.split(local_tensor(master))
             local_tensor(param).copy_(weight)
             local_tensor(self.state[param]["remainder"]).copy_(remainder)
-        _note_written(list(masters))
+        note_written(list(masters))
         self._see(masters)
 
     def _remainders(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -372,7 +372,7 @@ class DeviceStep(ABC):
         if copied and not scalars.skips_on_host():
             targets = [self._copies[param] for param in copied]
             kernels.cast_(list(map(local_tensor, copied)), list(map(local_tensor, targets)))
-            _note_written(targets)
+            note_written(targets)
 
     def _step_kernels(
         self, number: int, group: dict[str, Any], device: torch.device, params: list[Tensor], scalars: StepScalars
@@ -401,7 +401,7 @@ class DeviceStep(ABC):
                     *lists, options["streams"] = lists
                 self._step_kernel(group, lists, impl=self.impl, cache=cache, **options)
                 stepped = params if rows is None else [params[i] for i in rows]
-                _note_written([*stepped, *(beside[param] for param in stepped if param in beside)])
+                note_written([*stepped, *(beside[param] for param in stepped if param in beside)])
         if masters:
             self._see(beside)
 
@@ -457,13 +457,6 @@ def _by_mesh(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
     for param in params:
         parts.setdefault(getattr(param, "device_mesh", None), []).append(param)
     return parts.values()
-
-
-def _note_written(tensors: Sequence[Tensor]) -> None:
-    """Bump the versions of tensors and of their shards, as an in-place operation would: what is saved for backward is
-    stale now. Neither a kernel does it, nor, for the DTensor that autograd has saved, a write to its shard.
-    """
-    torch.autograd.graph.increment_version([*tensors, *map(local_tensor, tensors)])
 
 
 @contextmanager

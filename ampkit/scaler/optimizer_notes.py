@@ -26,11 +26,6 @@ _UNMARKED = -1, -1
 _marks = itertools.count(secrets.randbits(62))
 
 
-def ready() -> dict[str, Any]:
-    """An optimizer's record at the beginning of an iteration, as torch's scaler makes it."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
 @dataclass(eq=False)
 class LastStep:
     """How an optimizer's last step ended.
