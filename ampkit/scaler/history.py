@@ -72,6 +72,7 @@ class History:
         triton: the kernels for a scaler's single numbers (`ampkit_kernels.triton_ops`), None where Triton does not run
             on the device.
         no_gradients: optimizer steps that found no gradients.
+        may_be_captured: whether the device is one that CUDA graphs are captured on.
     """
 
     def __init__(self, device: torch.device, saved: Mapping[str, int]) -> None:
@@ -81,6 +82,7 @@ class History:
         self.triton = None if ops is ampkit_kernels.reference else ops
         self.no_gradients = saved.get("no_gradients", 0)
         self._device = self._totals.device
+        self.may_be_captured = device.type == "cuda"
         self._steps: dict[bool, list[Tensor]] = {False: [], True: []}       # flags, under capture (True) or not
         self._updates: dict[bool, list[_Update]] = {False: [], True: []}
         self._has_updates = self._has_graph = False
@@ -90,7 +92,8 @@ class History:
         """Note an optimizer step, skipped where a 0-d flag is set: for inf or NaN, or, a bool, only for the norm."""
         if outlier is not None:
             self._totals[_AT["outliers"]].add_(outlier)
-        self._steps[ampkit_kernels.is_capturing(self._device)].append(found_inf)
+        captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
+        self._steps[captured].append(found_inf)
 
     def note_update(
         self, scale: Tensor, found_inf: Tensor, norms: Collection[Tensor], outlier: Tensor | None = None
@@ -101,7 +104,8 @@ class History:
         after it, and the first time, because a capture must find its kernels loaded.
         """
         norm = reduce(torch.maximum, norms) if norms else None
-        captured, update = ampkit_kernels.is_capturing(self._device), (scale, found_inf, norm, outlier)
+        captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
+        update = scale, found_inf, norm, outlier
         if captured:
             self._has_graph = True
         else:
@@ -112,7 +116,7 @@ class History:
 
     def fold(self, scale: Tensor) -> None:
         """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs."""
-        captured = ampkit_kernels.is_capturing(self._device)
+        captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
         steps, updates = self._steps[captured], self._updates[captured]
         self._steps[captured], self._updates[captured] = [], []
         if len(updates) == 1 and self._tally(updates[0], steps, scale):

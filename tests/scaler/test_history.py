@@ -119,6 +119,7 @@ def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
         iterate(scaler, optimizer, value)
     before = scaler._history._totals.clone()
     with monkeypatch.context() as patch:
+        patch.setattr(scaler._history, "may_be_captured", True)
         patch.setattr("ampkit_kernels.is_capturing", lambda _: True)
         iterate(scaler, optimizer, 1.0)
     counted = dict(zip(_COUNTED, (scaler._history._totals - before).tolist(), strict=True))
