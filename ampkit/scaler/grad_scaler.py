@@ -1,9 +1,20 @@
-"""GradScaler: losses are scaled, gradients unscaled and checked, steps with inf or NaN skipped, the scale adjusted.
+"""GradScaler, a training iteration in its order: scale, unscale_, clip_grad_norm_, step, update.
 
-An optimizer is READY after `update()`, UNSCALED after `unscale_` or clipping, STEPPED after `step`. Lightning,
-Accelerate, FSDP, Composer and others ask for `isinstance(scaler, torch.amp.GradScaler)`, read and write its private
-attributes and override its private methods: those keep torch's names, shapes and callers. Torch's record of an
-optimizer is a plain dict that other code may hold, change or replace; what this class knows beside it is in `Notes`.
+An optimizer's stage is READY after `update()`, UNSCALED after `unscale_` or clipping, and STEPPED after `step`.
+
+A step is skipped if a gradient is inf or NaN, or the norm is above `skip_above`:
+
+1. `_maybe_opt_step` reads the flag and does not call the optimizer. `_step_on_device` calls an optimizer that skips on
+   the device, with the flag. `_step_with_closure` ends a step whose loss or gradients were not finite, and undoes it.
+   Parameters and optimizer state are as before the step.
+2. `_count` counts inf and NaN for `overflow_report`, while the gradients are there.
+3. `_note_step` notes the end of the step for `found_inf`, `stepped`, `stats` and `history`. It tells torch's learning
+   rate schedulers that `step` was called, and calls `on_stuck` if the scale can hardly fall further.
+4. `update` lets the scale back off, unless only the norm was too large.
+
+Lightning, Accelerate, FSDP, Composer, fairscale and others ask for `isinstance(scaler, torch.amp.GradScaler)`, read and
+write private attributes of torch's class, and override its private methods. Those keep torch's names, shapes and
+callers. `ScalerState` says what each attribute holds.
 """
 
 from __future__ import annotations
@@ -47,10 +58,10 @@ from ampkit.user_code import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])
 Flags = dict[torch.device, Tensor]
-"""For each device that holds gradients 0.0, or nonzero where one is not finite."""
+"""A 0-d flag for each device that holds gradients: 0.0, or nonzero if one of them is not finite."""
 
 _IDLE_STEPS = 3
-"""Steps without gradients, from an optimizer's first step on, that are followed by a warning."""
+"""Warn after this many initial steps in which the optimizer found no gradients."""
 
 
 class GradScaler(ScalerAnswers):
@@ -59,32 +70,32 @@ class GradScaler(ScalerAnswers):
     Takes the place of `torch.amp.GradScaler`: same methods, arguments, results and `state_dict`.
 
     Args:
-        device: device type that the script trains on. None: the current accelerator, else "cpu".
+        device: device type that the script trains on; None: the current accelerator, else "cpu".
         init_scale: first scale.
         growth_factor: multiplies the scale after `growth_interval` updates without overflow; above 1.
         backoff_factor: multiplies the scale after an overflow; below 1.
-        growth_interval: updates in a row without overflow before growth.
+        growth_interval: updates in a row without overflow before the scale grows.
         enabled: False turns every method into a pass-through.
         loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis or
-            tolerance, `StaticLossScale`, `NoOpLossScale`.
-        process_group: ranks that must skip together although each has other gradients (sharded by hand, pipelined).
-            DDP and DTensor gradients (FSDP2, tensor parallel) need nothing.
+            tolerance, `StaticLossScale`, or `NoOpLossScale`; None: the four numbers.
+        process_group: ranks that must skip together although each has other gradients (pipeline stages, hand-made
+            shards); None: those that DTensor and FSDP1 gradients name. DDP needs no group.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
-        on_stuck: when gradients overflow at a scale that can hardly fall further (`DynamicLossScale.stuck_scale`):
-            "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
+        on_stuck: the reaction to gradients that overflow at `DynamicLossScale.stuck_scale` or below: "warn" once,
+            "raise" `LossScaleStuckError`, or a function that is called with `ScalerStats`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
-            a number or a multiple of the running median (`TimesMedian`), without an effect on the scale. The norm is
-            of the order that `clip_grad_norm_` has, if 0, 1, 2 or inf, else the 2-norm, and that of the whole
-            `process_group`; without clipping, `unscale_` and `step` read the gradients once more for it.
+            a number or a multiple of the running median (`TimesMedian`); the scale does not change. The norm has the
+            order of `clip_grad_norm_` if that is 0, 1, 2 or inf, else order 2, and is taken over the `process_group`.
+            Without clipping, `unscale_` and `step` read the gradients once more for it. None: no limit.
 
     Raises:
-        AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
-        TypeError: a `skip_above` that is neither, or a `loss_scale` that is no strategy.
-        ValueError: another number out of range, or both a strategy and its numbers.
+        AssertionError: growth_factor <= 1 or backoff_factor >= 1, as in torch.
+        TypeError: `skip_above` is neither a number nor `TimesMedian`, or `loss_scale` is no strategy.
+        ValueError: another number is out of range, or both a strategy and its numbers are given.
 
-    Host synchronisation: `step` of an ordinary optimizer reads one number, a second where it is skipped or judged by
-    `skip_above`; amp-aware ones (`fused=True`, `ampkit.optim`) and all other methods read none, apart from those whose
-    answer is a Python value.
+    Synchronization: `step` of an ordinary optimizer reads one number from the device, and a second if it is skipped or
+    has a `skip_above`. Amp-aware optimizers (`fused=True`, `ampkit.optim`) and all other methods read none, except for
+    the methods that return Python values.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 1)
@@ -107,12 +118,16 @@ class GradScaler(ScalerAnswers):
     def scale(self, outputs: Outputs) -> Outputs: ...
 
     def scale(self, outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's are cases of it
-        """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
+        """Multiply a loss by the scale. Never synchronizes.
 
-        A 0-d float16 or bfloat16 loss comes back as float32. Never syncs.
+        Args:
+            outputs: a loss, or tensors in nested lists, tuples, mappings or iterators.
+
+        Returns:
+            The products, in containers of the same types; float32 for a 0-d float16 or bfloat16 loss.
 
         Raises:
-            ValueError: something that holds no tensors.
+            ValueError: `outputs` holds something other than tensors.
         """
         if not self._enabled:
             return outputs
@@ -125,7 +140,7 @@ class GradScaler(ScalerAnswers):
         return map_tensors(outputs, lambda output: self._scale_one(output, copies), self._scale_lazily)
 
     def _scale_lazily(self, outputs: Any) -> Iterator[Any]:
-        """An iterator over scaled outputs for any iterable, as in torch; raises `ValueError` for what is none."""
+        """Return an iterator over scaled outputs for an iterable, as torch does; `ValueError` for anything else."""
         if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
             raise ValueError(f"outputs must be a Tensor or an iterable of Tensors; got {type(outputs).__name__}")
         return (self.scale(output) for output in outputs)
@@ -145,17 +160,20 @@ class GradScaler(ScalerAnswers):
     # 2. The gradients: unscale_, if `step` or clipping is not to do it
 
     def unscale_(self, optimizer: torch.optim.Optimizer, *, allow_repeat: bool = False) -> None:
-        """Multiply the optimizer's gradients by 1 / scale, in place, and check them for inf and NaN. Never syncs.
+        """Multiply the optimizer's gradients by 1 / scale, in place, and check them for inf and NaN.
 
-        Optional before `step`, for code that reads or changes gradients in between. Call it once per iteration, after
-        the last backward; with `allow_repeat` a second call does nothing instead of raising. Gradients may be sparse,
-        complex, expanded, non-contiguous or DTensors.
+        `step` does this itself; call it to read or change gradients before the step, once per iteration, after the
+        last backward. Gradients may be sparse, complex, expanded, non-contiguous or DTensors. Never synchronizes.
+
+        Args:
+            optimizer: the optimizer whose gradients to unscale.
+            allow_repeat: a second call in an iteration does nothing instead of raising.
 
         Raises:
             AssertionError: nothing has been scaled yet.
-            RuntimeError: called before in this iteration, or after `step`; or a gradient has been unscaled in this
-                iteration for another optimizer. No gradient's value has changed then.
-            ValueError: float16 gradients, unless the scaler was made with `allow_fp16`. Nothing has changed then.
+            RuntimeError: the optimizer has been unscaled or stepped in this iteration, or one of its gradients was
+                unscaled for another optimizer. No gradient's value has changed then.
+            ValueError: a gradient is float16, without `allow_fp16`. Nothing has changed then.
         """
         if not self._enabled:
             return
@@ -174,7 +192,7 @@ class GradScaler(ScalerAnswers):
                 "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
                 "once per micro-batch), or pass allow_repeat=True."
             )
-        notes.clip_factor = None        # left where other code made the optimizer READY again
+        notes.clip_factor = None        # may be there if other code has made the optimizer READY again
         if self._skip_above is not None:
             self._unscale_and_judge_(notes)
             self._apply_clip_factor_(notes)
@@ -186,57 +204,58 @@ class GradScaler(ScalerAnswers):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> Flags:
-        """Multiply gradients by `inv_scale`, in place; returns a flag per device, `found_inf` for its own device.
+        """Multiply gradients by `inv_scale`, in place, and return a flag per device: `found_inf` on its own device.
 
-        Works without a record, as in torch.
+        The optimizer needs no record, as in torch.
         """
         gradients = self._gradients(optimizer, allow_fp16)
-        found: Flags = {}
+        flags: Flags = {}
         for device in gradients.by_device:      # a comprehension would be a call
-            found[device] = found_inf if device == found_inf.device else moved(found_inf, device)
-        with torch.set_grad_enabled(False):  # torch.no_grad() at half its cost
+            flags[device] = found_inf if device == found_inf.device else moved(found_inf, device)
+        with torch.set_grad_enabled(False):     # at half the cost of torch.no_grad()
             if self._rule.scales_losses:
-                unscale_(gradients, inv_scale, found)
+                unscale_(gradients, inv_scale, flags)
             else:
-                check_finite(gradients, torch.ones_like(found_inf), found)
-        self._agree(optimizer, found, gradients.groups)
-        return found
+                check_finite(gradients, torch.ones_like(found_inf), flags)
+        self._agree(optimizer, flags, gradients.groups)
+        return flags
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
-        """1 / scale, rounded once from double where the device has it, and a clear flag, both 0-d on its device.
+        """1 / scale and a clear flag, both 0-d float32 on the scale's device; 1 for a strategy that scales no losses.
 
-        1 for a strategy that does not scale losses, whatever the scale.
+        torch.amp rounds a float64 reciprocal to float32. The float32 quotient has the same bits: rounding twice is
+        innocuous where the wider format has at least 2 * 24 + 2 bits (Figueroa 1995), and float64 has 53. Triton's
+        float32 division is approximate, so its kernel divides in float64.
         """
         scale = self._scale
-        if self._rule.scales_losses and self._history.triton is not None:
-            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
-            return inv_scale, flag
         if not self._rule.scales_losses:
             inv_scale = torch.ones_like(scale)
-        elif scale.is_mps:
-            inv_scale = scale.reciprocal()
+        elif self._history.triton is not None:
+            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
+            return inv_scale, flag
         else:
-            self._used_scale = used = scale.double()
-            inv_scale = used.reciprocal().float()
+            self._used_scale = scale.clone()
+            inv_scale = scale.reciprocal()
         return inv_scale, torch.zeros_like(inv_scale)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
+        """Check gradients that stay scaled for inf and NaN; set the flags that `unscale_` would set."""
         if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
         notes = self._notes_of(optimizer)
         inv_scale, flag = self._inverse_scale()
         gradients = self._gradients(optimizer)
-        notes.state["found_inf_per_device"] = found = {device: moved(flag, device) for device in gradients.by_device}
+        notes.state["found_inf_per_device"] = flags = {device: moved(flag, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):
-            check_finite(gradients, inv_scale, found)
-        self._agree(optimizer, found, gradients.groups)
-        return found
+            check_finite(gradients, inv_scale, flags)
+        self._agree(optimizer, flags, gradients.groups)
+        return flags
 
     def _gradients(self, optimizer: Any, allow_fp16: bool = True, *, coalesce: bool = False) -> Gradients:
-        """The optimizer's gradients, marked as its own; those that arrived at 16-bit parameters go to its masters.
+        """Collect the optimizer's gradients and mark them as its own.
 
-        Raises for one that was unscaled for another optimizer in this iteration.
+        Gradients of 16-bit parameters move to their masters first. Raises `RuntimeError` for a gradient that was
+        unscaled for another optimizer in this iteration.
         """
         take_master_gradients(optimizer)
         gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer, coalesce=coalesce)
@@ -249,36 +268,40 @@ class GradScaler(ScalerAnswers):
                 setattr(grad, MARK, mark)
         return gradients
 
-    def _agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
-        """Make flags the same on all ranks that must skip together."""
+    def _agree(self, optimizer: Any, flags: Flags, groups: Sequence[Any]) -> None:
+        """Make flags the same on all ranks that must skip together: those of `groups` and of `process_group`."""
         notes = self._notes.get(id(optimizer))
         last = self._last_step_of(optimizer) if notes is None else notes.last_step
-        also = self.process_group
-        if also is None and last.holds_shards and ranks.several():
-            also = torch.distributed.group.WORLD    # shards of FSDP1 do not say which ranks have the other parts
-        everyone = [*dict.fromkeys(groups if also is None else (*groups, also))]
-        if not everyone:
+        own_group = self.process_group
+        if own_group is None and last.holds_shards and ranks.several():
+            own_group = torch.distributed.group.WORLD    # shards of FSDP1 do not say which ranks have the other parts
+        all_groups = [*dict.fromkeys(groups if own_group is None else (*groups, own_group))]
+        if not all_groups:
             return
-        ranks.agree(found, everyone, self._where() if self._scale is not None or not found else next(iter(found)))
+        device = self._where() if self._scale is not None or not flags else next(iter(flags))
+        ranks.agree(flags, all_groups, device)
         if notes is not None:
-            notes.groups = everyone
+            notes.groups = all_groups
 
     def _notes_of(self, optimizer: Any) -> Notes:
-        """What is known about an optimizer in this iteration, beside its record in `_per_optimizer_states`."""
+        """The notes about an optimizer in this iteration, with its record; both are made if there are none.
+
+        Other code may have put another record in the place of the one that the notes belong to.
+        """
         notes = self._notes.get(id(optimizer))
         if notes is None and not hasattr(optimizer, "param_groups"):
-            parameters(optimizer)       # raises, before there is a record
+            parameters(optimizer)       # raises, before a record is made
         state = self._states[id(optimizer)]
         if notes is None or notes.state is not state:
             notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
         return notes
 
     def _last_step_of(self, optimizer: Any) -> LastStep:
-        found = self._last_steps.get(optimizer)
-        if found is None:
+        last = self._last_steps.get(optimizer)
+        if last is None:
             holds_shards = any(map(is_flat, parameters(optimizer)))
-            found = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms(optimizer))
-        return found
+            last = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms(optimizer))
+        return last
 
     # 3. The norm: clip_grad_norm_, and the verdict of `skip_above`
 
@@ -290,27 +313,27 @@ class GradScaler(ScalerAnswers):
         *,
         process_group: Any = None,
     ) -> Tensor:
-        """Unscale, check and clip the optimizer's gradients together; returns their unscaled norm. Never syncs.
+        """Unscale, check and clip the optimizer's gradients together. Never synchronizes.
 
-        Replaces `unscale_` and `torch.nn.utils.clip_grad_norm_`, with two reads and one write of the gradients instead
-        of three and two. After `unscale_` it only clips. If a gradient is not finite nothing is multiplied: the step
-        will be skipped. Gradients of optimizers that take a multiplier (`ampkit.optim`) stay scaled until the step.
+        Replaces `unscale_` and `torch.nn.utils.clip_grad_norm_`: gradients are read twice and written once instead of
+        three times and twice. After `unscale_` it only clips. If a gradient is not finite, nothing is multiplied.
+        Gradients of optimizers that take a multiplier (`ampkit.optim`) stay scaled until the step.
 
         Args:
-            max_norm: the largest norm to let pass.
-            norm_type: the order of the norm; `inf` for the largest magnitude.
-            process_group: ranks that each hold other gradients of the same model (pipeline stages, hand-made
-                shards): the norm is taken over all of them. DTensor shards are added up without it.
+            optimizer: the optimizer whose gradients to clip.
+            max_norm: the largest norm after clipping, a number or a 0-d tensor.
+            norm_type: the order of the norm; inf: the largest magnitude.
+            process_group: ranks that hold other gradients of the same model (pipeline stages, hand-made shards), over
+                which the norm is taken; None: this rank, and the other shards of DTensors.
 
         Returns:
-            The norm over all parameter groups, 0-d on the scale's device; float64 for float64 gradients, else float32.
-
-        May be called after `unscale_`.
+            The norm of all unscaled gradients before clipping, 0-d on the scale's device; float64 if one is, else
+            float32.
 
         Raises:
-            AssertionError, ValueError, RuntimeError: as `unscale_`. RuntimeError also for FSDP1 without a
-                `process_group`.
-            TypeError: a `max_norm` that is no number. AttributeError: parameters in place of their optimizer.
+            AssertionError, ValueError, RuntimeError: as `unscale_`; RuntimeError also for FSDP1 without a group.
+            TypeError: `max_norm` is no number.
+            AttributeError: `optimizer` is no optimizer.
         """
         norm_type = float(norm_type)
         if not isinstance(max_norm, float | int | Tensor):
@@ -326,25 +349,25 @@ class GradScaler(ScalerAnswers):
         if process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
         if notes.state["stage"] is OptState.READY:
-            notes.outlier = None        # left where other code made the optimizer READY again
+            notes.outlier = None        # may be there if other code has made the optimizer READY again
             if norm_type not in clipping.HOMOGENEOUS_ORDERS:
                 self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, process_group)
         if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
-            also = self.process_group if process_group is None else None    # the norm is of `process_group` already
-            self._judge(notes, norm if also is None else ranks.total(norm.clone(), norm_type, (also,)))
+            own_group = self.process_group if process_group is None else None   # else the norm is that of a group
+            self._judge(notes, norm if own_group is None else ranks.total(norm.clone(), norm_type, (own_group,)))
         before = self._clipped_norms.get(id(optimizer))
         self._clipped_norms[id(optimizer)] = norm if before is None else torch.maximum(before, norm)
         return norm
 
     def _unscale_and_judge_(self, notes: Notes) -> None:
-        """Unscale, check, and judge by `skip_above` the 2-norm of gradients that this class is not asked to clip.
+        """Unscale, check, and judge the 2-norm by `skip_above`, for code that does not call `clip_grad_norm_`.
 
-        The factor of optimizers that take one stays with the notes, as clipping leaves it.
+        For optimizers that take a multiplier the factor stays in the notes, as after clipping.
         """
         if self.process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
-        notes.outlier = None        # left where other code made the optimizer READY again
+        notes.outlier = None        # may be there if other code has made the optimizer READY again
         norm = self._clip_norm_(notes, math.inf, 2.0, self.process_group)
         if notes.state["found_inf_per_device"]:
             self._judge(notes, norm)
@@ -352,48 +375,48 @@ class GradScaler(ScalerAnswers):
         self._judged_norms[id(notes.optimizer)] = norm if before is None else torch.maximum(before, norm)
 
     def _clip_norm_(self, notes: Notes, max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
-        """Unscale unless that is done, check, and clip; returns the unscaled norm."""
+        """Unscale unless that is done, check, clip, and return the unscaled norm."""
         optimizer, state = notes.optimizer, notes.state
         if notes.clip_factor is not None:
             self._apply_clip_factor_(notes)
-        found: Flags = {}
+        flags: Flags = {}
         if state["stage"] is OptState.READY:
             inv_scale, flag = self._inverse_scale()
         else:
-            found = state["found_inf_per_device"]
+            flags = state["found_inf_per_device"]
             inv_scale = torch.ones_like(self._scale)
             flag = torch.zeros_like(inv_scale)
         gradients = self._gradients(optimizer, self.allow_fp16, coalesce=True)
         for device in gradients.by_device:
-            if device not in found:
-                found[device] = flag if device == flag.device else moved(flag, device)
+            if device not in flags:
+                flags[device] = flag if device == flag.device else moved(flag, device)
         with torch.set_grad_enabled(False):
             across = () if process_group is None else (process_group,)
-            norm, factor = clipping.norm_and_factor(gradients, inv_scale, found, norm_type, max_norm, across)
-            self._agree(optimizer, found, gradients.groups)
-            state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
+            norm, factor = clipping.norm_and_factor(gradients, inv_scale, flags, norm_type, max_norm, across)
+            self._agree(optimizer, flags, gradients.groups)
+            state["found_inf_per_device"], state["stage"] = flags, OptState.UNSCALED
             if getattr(optimizer, "_step_supports_grad_multiplier", False):
                 notes.clip_factor = factor.float()
             else:
-                clipping.multiply_(gradients, factor, found)
+                clipping.multiply_(gradients, factor, flags)
         return norm
 
     def _judge(self, notes: Notes, norm: Tensor) -> None:
-        """Note whether the norm of an iteration is above `skip_above`, on any of the ranks that skip together."""
+        """Note whether the norm is above `skip_above` on any of the ranks that skip together."""
         limit: Any = self._skip_above
         last = notes.last_step
         if isinstance(limit, TimesMedian):
             norms: Any = last.norms
             if norms.device != norm.device:
                 last.norms = norms = norms.to(norm.device)
-            outlier = limit.judge_(norms, norm)
+            outlier = norm_limit.judge_(limit, norms, norm)
         else:
             outlier = norm_limit.is_outlier(norm, limit)
         ranks.agree({outlier.device: outlier}, notes.groups, outlier.device)
         notes.outlier = outlier
 
     def _apply_clip_factor_(self, notes: Notes) -> None:
-        """Apply now the factor that clipping had left for the optimizer's `step`."""
+        """Multiply gradients now by the factor that clipping has left for the optimizer's `step`, if there is one."""
         factor, notes.clip_factor = notes.clip_factor, None
         if factor is None:
             return
@@ -402,9 +425,17 @@ class GradScaler(ScalerAnswers):
             clipping.multiply_(gradients, factor, notes.state["found_inf_per_device"])
 
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
-        """Unscale and check the optimizer's gradients, and limit every element to `[-clip_value, clip_value]`.
+        """Unscale and check the optimizer's gradients, and clamp every element to `[-clip_value, clip_value]`.
 
-        After `unscale_` or `clip_grad_norm_` it only limits. Complex gradients are limited by part. Never syncs.
+        After `unscale_` or `clip_grad_norm_` it only clamps. Real and imaginary parts are clamped each for itself.
+        Never synchronizes.
+
+        Args:
+            optimizer: the optimizer whose gradients to clamp.
+            clip_value: the largest magnitude of an element.
+
+        Raises:
+            AssertionError, RuntimeError, ValueError: as `unscale_`.
         """
         self.unscale_(optimizer, allow_repeat=True)
         clipping.clamp_(self._gradients(optimizer), float(clip_value))
@@ -412,28 +443,35 @@ class GradScaler(ScalerAnswers):
     # 4. The optimizer: step, or a skipped step
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale unless that is done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
+        """Unscale unless that is done, then call `optimizer.step` if all gradients are finite.
 
-        An optimizer without gradients is left alone, and `stats().no_gradients` counts it; one that has found none in
-        its first steps is named in a warning. Amp-aware optimizers (`fused=True`, `ampkit.optim`) are always called and
-        skip on the device, without a host sync; any other costs one host read, two where it is skipped.
+        An optimizer without gradients is not called, and warned about if its first steps find none. Amp-aware
+        optimizers (`fused=True`, `ampkit.optim`) skip on the device and never synchronize; others cost one read from
+        the device, two if the step is skipped or has a `skip_above`.
 
-        With a closure (keyword or first positional argument), as LBFGS and SAM take it, every evaluation is unscaled
-        and checked; the closure calls `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite
-        evaluation ends the step, restores parameters and optimizer state, and sets the optimizer's gradients to None.
-        One host read per evaluation.
-        Returns what `optimizer.step` returned; None when the step was skipped by the host.
+        With a closure, as LBFGS and SAM take it, each evaluation is unscaled, checked and read once. The closure calls
+        `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite evaluation ends the step, restores
+        parameters and optimizer state, and sets the optimizer's gradients to None.
+
+        Args:
+            optimizer: the optimizer to step.
+            args, kwargs: passed to `optimizer.step`; a closure goes first or by keyword.
+
+        Returns:
+            The result of `optimizer.step`; None if the host skipped the step.
 
         Raises:
             AssertionError: nothing has been scaled yet.
-            RuntimeError: called before in this iteration.
-            ValueError: a closure, or an optimizer that takes the scaler itself, where this one has `skip_above`.
+            RuntimeError: the optimizer has been stepped in this iteration.
+            ValueError: `skip_above` with a closure, or with an optimizer whose `step` takes the scaler.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         closure = closures.extract(args, kwargs) if args or kwargs else None
         if closure is not None and self._skip_above is not None:
-            raise ValueError("step got a closure, which skip_above does not judge; expected a scaler without it")
+            raise ValueError(
+                "skip_above does not support closures; use a GradScaler without skip_above for this optimizer"
+            )
         if closure is None and (self._scale is None or self._history is None):
             self._check_scale_growth_tracker("step")
         notes = self._notes_of(optimizer)
@@ -456,9 +494,9 @@ class GradScaler(ScalerAnswers):
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag in the record is set. One host read."""
+        """Step an ordinary optimizer unless a flag in its record is set. Reads the device once."""
         flags = list(optimizer_state["found_inf_per_device"].values())
-        if not flags:   # not reached from `step`; as in torch, no flags mean no inf
+        if not flags:   # `step` does not get here; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)
         notes = self._notes.get(id(optimizer))
         if notes is None or notes.state is not optimizer_state:
@@ -473,15 +511,15 @@ class GradScaler(ScalerAnswers):
         return result
 
     def _step_on_device(self, notes: Notes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step an optimizer that skips on the device by itself. Never syncs."""
+        """Step an optimizer that itself skips on the device. Never synchronizes."""
         optimizer, state = notes.optimizer, notes.state
         if notes.last_step.takes_scaler is None:
             notes.last_step.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
         if notes.last_step.takes_scaler:
             if self._skip_above is not None:
                 raise ValueError(
-                    f"step of {type(optimizer).__name__} takes grad_scaler, which skip_above does not judge; expected "
-                    "an optimizer that reads found_inf, or a scaler without skip_above"
+                    f"skip_above does not support {type(optimizer).__name__}, whose step takes grad_scaler; use an "
+                    "optimizer that reads found_inf, or a GradScaler without skip_above"
                 )
             warn_user(
                 "passing the scaler to step() as grad_scaler is deprecated by torch: read the tensors "
@@ -502,7 +540,7 @@ class GradScaler(ScalerAnswers):
         if state["stage"] is OptState.READY and self._rule.scales_losses:
             grad_scale = self._scale if grad_scale is None else self._scale * grad_scale
         skipped = self._count(notes, found_inf, skipped=None)
-        run = step_contract.run if not is_compiling() else step_contract.run_uncompiled
+        run = step_contract.run_uncompiled if is_compiling() else step_contract.run
         flag = found_inf if notes.outlier is None else torch.maximum(found_inf, notes.outlier)
         result = run(optimizer, args, kwargs, flag, grad_scale, notes.clip_factor)
         notes.clip_factor = None
@@ -513,7 +551,7 @@ class GradScaler(ScalerAnswers):
     def _step_with_closure(
         self, notes: Notes, closure: closures.Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Step an optimizer that evaluates the loss itself, and unscale for each evaluation; see `closures`."""
+        """Step an optimizer that evaluates the loss itself, and unscale each evaluation; see `closures`."""
         optimizer, state = notes.optimizer, notes.state
         if self._scale_calls and state["stage"] is OptState.READY:
             self.unscale_(optimizer)    # a first backward outside the closure, as with SAM
@@ -531,13 +569,13 @@ class GradScaler(ScalerAnswers):
             if self._scale_calls > calls:
                 state["stage"] = OptState.READY
                 self.unscale_(optimizer)
-            else:  # the closure did not scale: nothing to unscale, still to be checked
-                found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale))
-                state.update(stage=OptState.UNSCALED, found_inf_per_device=found)
-            # the loss of this rank counts on every rank that must agree
-            verdict = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
-            ranks.agree(verdict, notes.groups, scale.device)
-            state["found_inf_per_device"] = merged(state["found_inf_per_device"], verdict)
+            else:  # the closure did not scale its loss: nothing to unscale, but gradients to check
+                flags = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale))
+                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
+            # The loss of this rank counts on all ranks that skip together.
+            loss_flag = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
+            ranks.agree(loss_flag, notes.groups, scale.device)
+            state["found_inf_per_device"] = merged(state["found_inf_per_device"], loss_flag)
             if self._found_inf(notes).item() != 0:
                 raise closures.NonFiniteEvaluation
             return loss
@@ -556,9 +594,9 @@ class GradScaler(ScalerAnswers):
         return result
 
     def _abandon(self, notes: Notes) -> None:
-        """End a step with a closure of which an evaluation was not finite; its gradients become None.
+        """Skip a step with a closure after an evaluation that was not finite, and set its gradients to None.
 
-        The next step would take them for those of a backward outside its closure, and end before it calls the closure.
+        Otherwise the next step would take them for gradients of a backward outside its closure, and end at once.
         """
         notes.state["stage"] = OptState.STEPPED
         found_inf = self._found_inf(notes)
@@ -568,16 +606,16 @@ class GradScaler(ScalerAnswers):
         self._note_step(notes, found_inf, skipped=True)
 
     def _found_inf(self, notes: Notes) -> Tensor:
-        """The flags of a record as one, 0.0 or 1.0, on the scale's device; without a scale on the first flag's."""
+        """The flags of a record as one, 0.0 or 1.0, on the scale's device; without a scale, on the first flag's."""
         flags = list(notes.state["found_inf_per_device"].values())
         return combined(flags, flags[0].device if self._scale is None else self._scale.device)
 
     def _note_step(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Remember how a step ended; `skipped` None when only the device knows. Calls `on_stuck` if that is due."""
-        outlier = None if notes.outlier is None else (notes.outlier != 0) & (found_inf == 0)    # and nothing else
+        """Note how a step ended, `skipped` None if only the device knows, and call `on_stuck` if that is due."""
+        outlier = None if notes.outlier is None else (notes.outlier != 0) & (found_inf == 0)    # skipped for it alone
         if outlier is not None:
             self._outlier = outlier if self._outlier is None else self._outlier | outlier
-        if self._history is not None:  # else another scaler scales these gradients; its steps are not counted here
+        if self._history is not None:  # None: another scaler scales these gradients, and counts their steps
             self._history.note_step(found_inf, outlier)
         last = notes.last_step
         last.found_inf, last.skipped, last.idle_steps, last.outlier = found_inf, skipped, -1, notes.outlier
@@ -588,7 +626,7 @@ class GradScaler(ScalerAnswers):
             self._check_stuck(float(self._scale_on(found_inf.device)))
 
     def _note_no_gradients(self, notes: Notes) -> None:
-        """End the step of an optimizer without gradients; warn about one that has never found any."""
+        """Note the step of an optimizer without gradients; warn if its first steps have found none."""
         notes.state["stage"] = OptState.STEPPED
         optimizer = notes.optimizer
         if self._history is not None:
@@ -602,14 +640,16 @@ class GradScaler(ScalerAnswers):
             self._warn_once(
                 "idle",
                 f"{type(optimizer).__name__} has found no gradients in its first {_IDLE_STEPS} steps; its parameters "
-                "stay as they are. Expected gradients from backward() of a scaled loss: the optimizer may hold "
+                "did not change. Expected gradients from backward() of a scaled loss. The optimizer may hold "
                 "parameters of another model, or parameters that are frozen or were replaced; the loss may be detached "
-                "from them; zero_grad() may be called between backward() and step().",
+                "from them; or zero_grad() is called between backward() and step().",
             )
 
     def _count(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> bool | None:
-        """Count inf and NaN for the report where the host can see that a step is skipped, before the step: master
-        weights' gradients are gone after it. Returns `skipped`, or where that was None what the host can see.
+        """Count inf and NaN for the report if the host can see that a step is skipped.
+
+        This comes before the step, which drops the gradients of master weights. Returns `skipped`, or for None what
+        the host can see.
         """
         if skipped is None:
             flag = host_value_or_none(found_inf)
@@ -621,15 +661,16 @@ class GradScaler(ScalerAnswers):
     # 5. The next scale: update
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adjust the scale to the found_inf flags of the iteration, and make every optimizer READY. Never syncs.
+        """Set the scale of the next iteration, and make every optimizer READY. Never synchronizes.
 
         Args:
-            new_scale: a scale to use from now on, kept within the strategy's bounds: a positive number, or a 1-element
-                tensor, which is copied; if it holds 0, inf, NaN or a negative number, the scale stays.
+            new_scale: a scale to use from now on, clamped to the strategy's bounds: a positive number, or a 1-element
+                tensor, which is copied (one that holds 0, inf, NaN or a negative number leaves the scale as it is);
+                None: the strategy decides, from the flags of this iteration.
 
         Raises:
-            AssertionError: nothing was scaled or checked in this iteration, or a `new_scale` of a wrong kind.
-            ValueError: a number that is no scale.
+            AssertionError: nothing was scaled or checked in this iteration, or `new_scale` is of another type.
+            ValueError: `new_scale` is a number that is no scale.
         """
         if not self._enabled:
             return
@@ -655,7 +696,7 @@ class GradScaler(ScalerAnswers):
         self._begin_iteration()
 
     def _advance(self, found_inf: Tensor) -> None:
-        """Apply the strategy's rule for one update, in place and without a sync, and note it in the history."""
+        """Apply the strategy's rule in place, and note the update in the history. Never synchronizes."""
         rule, scale, history = self._rule, self._scale, self._history
         used = scale.clone() if self._used_scale is None else self._used_scale
         norms = self._judged_norms | self._clipped_norms
@@ -681,7 +722,7 @@ class GradScaler(ScalerAnswers):
             history.fold(scale)
 
     def _set_scale(self, new_scale: Any) -> None:
-        """Set the scale, kept within the strategy's bounds; a tensor that holds no usable scale changes nothing."""
+        """Set the scale, clamped to the strategy's bounds; a tensor that holds no usable scale changes nothing."""
         rule, scale, history = self._rule, self._scale, self._history
         if isinstance(new_scale, Tensor) and (
             new_scale.device.type in (self._device, scale.device.type)
@@ -694,12 +735,12 @@ class GradScaler(ScalerAnswers):
             value = state_dict_checks.usable_scale(new_scale, "new_scale")
             wanted = torch.full_like(scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
-            given = type(new_scale).__name__ if hasattr(new_scale, "param_groups") else repr(new_scale)
+            described = type(new_scale).__name__ if hasattr(new_scale, "param_groups") else repr(new_scale)
             raise AssertionError(
                 "new_scale should be a number or a 1-element tensor on the scaler's device with requires_grad=False; "
-                f"got {given}"
+                f"got {described}"
             )
-        # The history must not count this change as growth or backoff.
+        # Folding first: the history must not count this change as growth or backoff.
         norms = self._judged_norms | self._clipped_norms
         history.note_update(scale.clone(), torch.zeros_like(scale), norms.values(), self._outlier)
         history.fold(scale)
@@ -707,7 +748,7 @@ class GradScaler(ScalerAnswers):
 
 
 def _too_late(name: str) -> RuntimeError:
-    """The error for a method that is called after `step`."""
+    """The error for a method that was called after `step`."""
     return RuntimeError(
         f"{name}() is being called after step(). Call it between backward() and step(), and update() once all "
         "optimizers have stepped."

@@ -68,9 +68,10 @@ class ScalerState(torch.amp.GradScaler):
     ) -> None:
         self._device = _device_type(device)
         self._enabled = enabled and _can_scale_on(self._device)
-        plain = (init_scale, growth_factor, backoff_factor, growth_interval)
-        # torch checks nothing when disabled
-        self._rule = scales.from_numbers(loss_scale, plain) if self._enabled else scales.checked(loss_scale)
+        if self._enabled:
+            self._rule = scales.from_numbers(loss_scale, (init_scale, growth_factor, backoff_factor, growth_interval))
+        else:       # a disabled scaler of torch checks no number
+            self._rule = scales.checked(loss_scale)
         if on_stuck not in ("warn", "raise") and not callable(on_stuck):
             raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
         self.process_group = process_group
@@ -87,27 +88,31 @@ class ScalerState(torch.amp.GradScaler):
         self._start()
 
     def _start(self) -> None:
-        """Create the attributes that are not pickled: no scale on a device, no optimizer seen, no iteration begun."""
+        """Create the attributes that are not pickled, as they are before the first iteration."""
         self._scale: Any = None
         self._growth_tracker: Any = None
-        self._counters: Sequence[Tensor] = ()     # of the strategy, beside these two
+        self._counters: Sequence[Tensor] = ()     # the strategy's other counters
         self._history: Any = None       # made with the scale
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
+        """Make every optimizer READY, and forget the notes about the last iteration."""
         self._states: MutableMapping[int, Any] = defaultdict(ready_record)
         self._notes: dict[int, Notes] = {}
         self._scale_calls = 0
-        # The largest by `id(optimizer)`: of what `clip_grad_norm_` returned, and of what was judged without it.
+        # The largest norms by `id(optimizer)`: returned by `clip_grad_norm_`, and judged without it.
         self._clipped_norms: dict[int, Tensor] = {}
         self._judged_norms: dict[int, Tensor] = {}
-        self._outlier: Tensor | None = None     # of any optimizer
-        self._used_scale: Tensor | None = None      # a copy
+        self._outlier: Tensor | None = None     # whether a step of any optimizer was skipped for its norm alone
+        self._used_scale: Tensor | None = None      # a copy of the scale that unscaled gradients
 
     @property
     def _per_optimizer_states(self) -> MutableMapping[int, Any]:
-        """torch's records by `id(optimizer)`. Setting it begins an iteration: other subclasses' `update` ends so."""
+        """torch's records by `id(optimizer)`.
+
+        Setting them begins an iteration, because `update` of other subclasses of torch's scaler ends with that.
+        """
         return self._states
 
     @_per_optimizer_states.setter
@@ -123,11 +128,12 @@ class ScalerState(torch.amp.GradScaler):
         return self._rule
 
     def _change_rule(self, name: str, value: Any) -> None:
+        """Set a number of the strategy."""
         if not isinstance(self._rule, DynamicLossScale):
-            raise ValueError(f"cannot set {name} on {self._rule}: its scale never moves; use DynamicLossScale")
+            raise ValueError(f"cannot set {name} on {self._rule}: its scale never changes; use DynamicLossScale")
         self._rule = replace(self._rule, **{name: value})
 
-    # torch's getters and setters, and libraries, use these
+    # Used by torch's getters and setters, and by libraries.
     _growth_factor: Any = property(
         lambda self: self._rule.growth_factor, lambda self, value: self._change_rule("growth_factor", value)
     )
@@ -141,6 +147,7 @@ class ScalerState(torch.amp.GradScaler):
     # The scale, made on the device of the first loss
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Make the scale, its counters and the history, on the device of the first loss."""
         if self._growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
         _refuse_capture(dev, "the scale")
@@ -148,37 +155,40 @@ class ScalerState(torch.amp.GradScaler):
         self._history = History(dev, self._init_totals)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return scale and growth tracker; `AssertionError` with the method's name if there are none."""
         scale, tracker = super()._check_scale_growth_tracker(funcname)
-        if self._history is None:   # other code has set the two
+        if self._history is None:   # other code has set both
             self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
             self._history = History(scale.device, self._init_totals)
         return scale, tracker
 
     def _first_state(self, device: torch.device) -> ScaleState:
+        """The scale and counters to begin with: the strategy's, or those that were loaded."""
         return self._rule.init(
             device, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
         )
 
     def _first_norms(self, optimizer: Any) -> Tensor | None:
-        """What `TimesMedian` begins with for one more optimizer: the saved norms of the only one of its size.
+        """The norms that `TimesMedian` begins with for an optimizer: saved ones, if only one saved optimizer fits.
 
-        Where there are several it starts empty: with the norms of another it would skip good steps.
+        If several have its size it starts empty: with the norms of another optimizer it would skip good steps.
         """
-        if not isinstance(self._skip_above, TimesMedian):
+        limit = self._skip_above
+        if not isinstance(limit, TimesMedian):
             return None
         device = self._where() if self._scale is not None else torch.device("cpu")
         _refuse_capture(device, "the last norms of TimesMedian")
         size = norm_limit.size(optimizer)
-        fitting = [norms for *saved, norms in self._init_norms if saved == size]
-        self._init_norms = [each for each in self._init_norms if each[:2] != size]
-        return self._skip_above.init(fitting[0] if len(fitting) == 1 else ()).to(device)
+        fitting = [norms for *saved_size, norms in self._init_norms if saved_size == size]
+        self._init_norms = [entry for entry in self._init_norms if entry[:2] != size]
+        return norm_limit.first_norms(limit, fitting[0] if len(fitting) == 1 else ()).to(device)
 
     def _where(self) -> torch.device:
-        """Where the scale is, or will be: the device of what the ranks exchange, as NCCL takes none from the CPU."""
+        """The device where the scale is or will be. Ranks exchange flags there: NCCL takes no tensors on the CPU."""
         return torch.device(self._device) if self._scale is None else self._scale.device
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        """The scale; before it is on a device, a copy of the first one on `device`."""
+        """The scale; before it is on a device, a new tensor with its first value on `device`."""
         if self._scale is not None:
             return self._scale
         return torch.full((), self._init_scale, dtype=torch.float32, device=device)
@@ -186,13 +196,15 @@ class ScalerState(torch.amp.GradScaler):
     # Saving, loading, copying
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, which torch.amp.GradScaler loads, and "ampkit" with the whole strategy and the counts.
+        """Return the state as plain Python values. Synchronizes; call it after `update()`.
 
-        Plain Python values; `{}` when disabled. Reads the device: call it after `update()`.
+        Returns:
+            torch's five entries, which torch.amp.GradScaler loads too, and "ampkit" with the strategy, its counters,
+            the counts of `stats` and the norms of `TimesMedian`; `{}` when disabled.
         """
         if not self._enabled:
             return {}
-        # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
+        # All entries are there before the first use too: torch.distributed.checkpoint loads no others.
         if self._scale is None or self._history is None:
             counters = self._first_state(torch.device("cpu"))[2:]
             totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
@@ -219,18 +231,19 @@ class ScalerState(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing happens when disabled.
+        """Load a state of this class or of torch.amp.GradScaler. Does nothing when disabled. Never synchronizes.
 
-        The saved factors override the constructor's, as in torch. Entries of another kind of strategy than this
-        scaler's, and unknown entries, are ignored with a warning.
+        The saved factors override the constructor's, as in torch. Unknown entries, and those of another kind of
+        strategy than this scaler's, are ignored with a warning. After an error nothing has been loaded.
 
-        After an error nothing has been loaded.
+        Args:
+            state_dict: the result of `state_dict()`.
 
         Raises:
-            RuntimeError: an empty dict, as a disabled scaler saves it.
-            KeyError: missing entries, all of them named.
-            TypeError: an entry of another type.
-            ValueError: a scale, a strategy or a count that cannot be used.
+            RuntimeError: `state_dict` is empty, as that of a disabled scaler.
+            KeyError: entries are missing; the message names them.
+            TypeError: an entry has another type.
+            ValueError: a scale, a strategy or a count cannot be used.
         """
         if self._enabled:
             self._take_over(state_dict_checks.loadable(state_dict, self._rule))
@@ -247,21 +260,21 @@ class ScalerState(torch.amp.GradScaler):
         if self._scale is not None and self._growth_tracker is not None:
             self._check_scale_growth_tracker("load_state_dict")
             live = self._scale, self._growth_tracker, *self._counters
-            for old, value in zip(live, self._first_state(self._scale.device), strict=True):
-                old.copy_(value)
+            for tensor, value in zip(live, self._first_state(self._scale.device), strict=True):
+                tensor.copy_(value)
             self._history = History(self._scale.device, new.totals)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What lasts: settings, and the state as numbers. Reads the device."""
-        blank = object.__new__(ScalerState)
-        blank._start()
-        state = {name: value for name, value in vars(self).items() if name not in vars(blank)}
+        """The settings, and the state as numbers. Synchronizes."""
+        fresh = object.__new__(ScalerState)
+        fresh._start()
+        state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
         if not self._enabled:
             return state
         if self._states:
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
-                "scaler.update(): what is known about this iteration's gradients would be lost."
+                "scaler.update(): its notes about this iteration's gradients would be lost."
             )
         saved = self.state_dict()
         own = saved[state_dict_checks.OWN_KEY]
@@ -278,15 +291,15 @@ class ScalerState(torch.amp.GradScaler):
         vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalerState:
-        memo[id(self.process_group)] = self.process_group   # cannot be copied
-        found = object.__new__(type(self))
-        found.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return found
+        memo[id(self.process_group)] = self.process_group   # process groups cannot be copied
+        copied = object.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
-    if not TYPE_CHECKING:       # a checker would take every name for an attribute
+    if not TYPE_CHECKING:       # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Called for attributes that are not there: say what Apex's are here."""
+            """Raise for a missing attribute, and say what replaces it if it is one of Apex's."""
             if name in _NAMES_OF_APEX:
                 instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
                 raise AttributeError(instead, name=name, obj=self)
@@ -302,11 +315,11 @@ _NAMES_OF_APEX = {
     "unscale": "unscale_(optimizer)",
     "update_scale": "update()",
 }
-"""What stands in place of attributes of Apex's loss scalers and FP16_Optimizer."""
+"""Replacements for attributes of Apex's loss scalers and FP16_Optimizer."""
 
 
 def _refuse_capture(device: torch.device, what: str) -> None:
-    """Raise `RuntimeError` where `what` would be made within a CUDA graph: each replay would make it again."""
+    """Raise `RuntimeError` during a CUDA graph capture, where `what` would be made again by each replay."""
     if ampkit_kernels.is_capturing(device):
         raise RuntimeError(
             f"{what} would be made inside a CUDA graph capture, and each replay would reset it; run a whole iteration "
@@ -315,19 +328,19 @@ def _refuse_capture(device: torch.device, what: str) -> None:
 
 
 def _device_type(device: str | torch.device | None) -> str:
-    """The type of a device, given as such or by name; None: the current accelerator's, else "cpu"."""
+    """The type of a device or of its name; for None that of the current accelerator, else "cpu"."""
     if device is None:
         return current_device_type()
     if not isinstance(device, str | torch.device):
         raise TypeError(
-            f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale comes "
-            "second here, as in torch.amp, where torch.cuda.amp took it first; enabled= goes by keyword"
+            f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale is the "
+            "second argument here, as in torch.amp (the first in torch.cuda.amp); pass enabled= by keyword"
         )
     return torch.device(device).type
 
 
 def _can_scale_on(device_type: str) -> bool:
-    """Whether there is such a device; warns, with torch's sentence, where "cuda" is not available."""
+    """Whether devices of this type can be used; warns, in torch's words, if "cuda" is not available."""
     if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
         return True
     warn_user("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.")

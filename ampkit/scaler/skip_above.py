@@ -1,4 +1,7 @@
-"""Gradient norms above which a step is not taken: a number, or a multiple of the running median, on the device."""
+"""Limits for gradient norms, above which a step is skipped: a number, or a multiple of the running median.
+
+Norms are judged on the device; nothing here synchronizes with it.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,23 @@ from torch import Tensor
 from ampkit.gradients.collect import parameters
 from ampkit.scaler.loss_scale import number, to_python_numbers
 
-__all__ = ["TimesMedian", "checked", "is_outlier", "size"]
+__all__ = ["TimesMedian", "checked", "first_norms", "is_outlier", "judge_", "size"]
 
 
 @dataclass(frozen=True)
 class TimesMedian:
-    """A limit for the gradient norms of each optimizer: `factor` times the median of its last ones.
+    """A limit for gradient norms: `factor` times the running median, for each optimizer by its own norms.
 
-    Norms of skipped steps count too, if finite, so norms that stay large become the median.
+    Finite norms of skipped steps count for the median too, so norms that stay large are accepted in the end.
 
     Args:
-        factor: above 1.
-        window: how many norms the median is of, at most. There is no limit before an eighth of them is there.
+        factor: multiplies the median; above 1.
+        window: number of last norms of which the median is taken, 8 to 65,536. Until an eighth of them is known, no
+            step is skipped.
 
     Raises:
-        TypeError: an argument that is no number, or no whole one.
-        ValueError: one out of range.
+        TypeError: `factor` is no number, or `window` no integer.
+        ValueError: one of them is out of range.
 
     >>> TimesMedian(10.0)
     TimesMedian(factor=10.0, window=128)
@@ -44,35 +48,37 @@ class TimesMedian:
         if not 8 <= self.window <= 2**16:
             raise ValueError(f"window is {self.window}; expected 8 to {2**16} norms")
 
-    def init(self, saved: Sequence[float] = ()) -> Tensor:
-        """The last norms, oldest first, on the CPU; inf where there is none yet. `saved` are those of another run."""
-        kept = saved[-self.window :]
-        return torch.tensor([math.inf] * (self.window - len(kept)) + [*kept], dtype=torch.float32, device="cpu")
 
-    def judge_(self, norms: Tensor, norm: Tensor) -> Tensor:
-        """`is_outlier` of a norm beside the last ones, to which it is added if it is finite. Never syncs."""
-        norm = norm.detach().float()
-        known = torch.isfinite(norms).sum()
-        median = norms.sort().values.take((known - 1).clamp(min=0) // 2)     # `nanmedian` would wait for the device
-        has_limit = (known >= self.window // 8) & (median > 0)
-        with_this = torch.cat((norms[1:], norm.reshape(1)))
-        norms.copy_(torch.where(torch.isfinite(norm), with_this, norms))
-        return is_outlier(norm, torch.where(has_limit, median * self.factor, math.inf))
+def first_norms(limit: TimesMedian, saved: Sequence[float] = ()) -> Tensor:
+    """The last norms to begin with, oldest first, on the CPU: those that were saved, after inf for missing ones."""
+    kept = saved[-limit.window :]
+    return torch.tensor([math.inf] * (limit.window - len(kept)) + [*kept], dtype=torch.float32, device="cpu")
+
+
+def judge_(limit: TimesMedian, norms: Tensor, norm: Tensor) -> Tensor:
+    """`is_outlier` of a norm by the median of the last ones, to which it is added if it is finite."""
+    norm = norm.detach().float()
+    known = torch.isfinite(norms).sum()
+    median = norms.sort().values.take((known - 1).clamp(min=0) // 2)     # `nanmedian` would wait for the device
+    has_limit = (known >= limit.window // 8) & (median > 0)
+    with_this = torch.cat((norms[1:], norm.reshape(1)))
+    norms.copy_(torch.where(torch.isfinite(norm), with_this, norms))
+    return is_outlier(norm, torch.where(has_limit, median * limit.factor, math.inf))
 
 
 def size(optimizer: Any) -> list[int]:
-    """The number of an optimizer's parameters, and of their elements: what its saved norms are found by."""
+    """The numbers of an optimizer's parameters and of their elements, by which its saved norms are found."""
     counts = [param.numel() for param in parameters(optimizer)]
     return [len(counts), sum(counts)]
 
 
 def is_outlier(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """1.0 for a norm above the limit, and for one that is inf or NaN; else 0.0. Never syncs."""
+    """A flag: 1.0 if the norm is above the limit, inf or NaN; else 0.0."""
     return (~((norm <= limit) & torch.isfinite(norm))).float()
 
 
 def checked(limit: Any) -> float | TimesMedian | None:
-    """A limit as `GradScaler(skip_above=...)` takes it; raises `TypeError` or `ValueError` for anything else."""
+    """Check the argument `skip_above` of `GradScaler`; `TypeError` or `ValueError` if it is no limit."""
     if limit is None or isinstance(limit, TimesMedian):
         return limit
     if limit is TimesMedian:

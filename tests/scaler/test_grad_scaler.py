@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.loss_scale import DynamicLossScale
+from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale
 from tests.helpers.scaler_tools import BOTH, iterate, one_parameter, started
 
 
@@ -36,6 +36,21 @@ def test_arguments_are_torchs_with_ours_by_keyword() -> None:
             assert (own.name, own.kind) == (other.name, other.kind), name
             assert own.name == "device" or own.default == other.default
         assert all(own.kind is inspect.Parameter.KEYWORD_ONLY for own in ours[len(theirs) :]), name
+
+
+def test_the_float32_reciprocal_has_the_bits_of_the_rounded_float64_one() -> None:
+    """Of every scale: all significands, with normal and with subnormal quotients, and all powers of two."""
+    significands = torch.arange(2**23, dtype=torch.int32)
+    for exponent in (0, 126, 127):      # above 2**126 quotients are subnormal
+        scales = (significands + ((exponent + 127) << 23)).view(torch.float32)
+        assert torch.equal(scales.reciprocal(), scales.double().reciprocal().float()), f"2**{exponent}"
+    powers = torch.tensor([2.0**exponent for exponent in range(-126, 128)])
+    assert torch.equal(powers.reciprocal(), powers.double().reciprocal().float())
+    for scale in (3.0, 65535.0, 2.0**127, LARGEST_SCALE):       # 0-d, as a scaler's
+        scaler = started(GradScaler, scale)
+        inv_scale, flag = scaler._inverse_scale()
+        assert inv_scale.item() == torch.tensor(scale).double().reciprocal().float().item()
+        assert (inv_scale.dtype, flag.item()) == (torch.float32, 0.0)
 
 
 @BOTH

@@ -26,8 +26,8 @@ class TakesScaler(torch.optim.SGD):
         (lambda cls=cls: cls("cpu", growth_factor=1.0), r"The growth factor must be > 1\.0"),
         (lambda cls=cls: cls("cpu", backoff_factor=1.0), r"The backoff factor must be < 1\.0"),
     )),
-    (lambda: GradScaler(2.0**16), TypeError, "device is 65536.0; expected .*; init_scale comes"),
-    (lambda: GradScaler(True), TypeError, "device is True; expected .*; enabled= goes by keyword"),
+    (lambda: GradScaler(2.0**16), TypeError, "device is 65536.0; expected .*; init_scale is the second"),
+    (lambda: GradScaler(True), TypeError, "device is True; expected .*; pass enabled= by keyword"),
     *((lambda given=given, on=on: GradScaler("cpu", loss_scale=given, enabled=on), TypeError, "loss_scale is .*; exp")
       for given in ("dynamic", 128.0, DynamicLossScale) for on in (True, False)),
     (lambda: GradScaler("cpu", growth_factor=None), TypeError, "growth_factor is None; expected a number"),
@@ -60,9 +60,9 @@ class TakesScaler(torch.optim.SGD):
     (lambda: TimesMedian(1.0), ValueError, "factor is 1.0; expected a number above 1"),
     (lambda: TimesMedian(2.0, window=7), ValueError, "window is 7; expected 8 to 65536 norms"),
     (lambda: started(skip_above=5.0).step(TakesScaler([one_parameter(grad=1.0)[0]], lr=0.1)), ValueError,
-     "TakesScaler takes grad_scaler, which skip_above does not judge"),
+     "skip_above does not support TakesScaler, whose step takes grad_scaler"),
     (lambda: started(skip_above=5.0).step(one_parameter(grad=1.0)[1], lambda: 0.0), ValueError,
-     "a closure, which skip_above does not judge"),
+     "skip_above does not support closures"),
 ])
 def test_arguments(make, error, message) -> None:
     with pytest.raises(error, match=message):
@@ -84,7 +84,7 @@ def test_what_is_given_in_place_of_an_optimizer_or_a_model(enabled) -> None:
     for limit in (None, "1"):
         with pytest.raises(TypeError, match=f"max_norm is {limit!r}; expected a number"):
             scaler.clip_grad_norm_(optimizer, limit)
-    with pytest.raises(TypeError, match=r"model is SGD; expected the model .*; optimizer= goes by keyword"):
+    with pytest.raises(TypeError, match=r"model is SGD; expected the model .*; pass optimizer= by keyword"):
         scaler.overflow_report(optimizer)
     if enabled:
         with pytest.raises(AssertionError, match=r"new_scale should be a number .*; got SGD$"):

@@ -15,6 +15,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from ampkit import GradScaler, NoOpLossScale, TimesMedian
+from ampkit.scaler.skip_above import first_norms, judge_
 from tests.helpers.scaler_tools import OPTIMIZERS, count_reads, iterate, one_parameter, started, with_grads
 
 BEFORE: dict[str, Callable[[GradScaler, Any], Any]] = {
@@ -100,16 +101,16 @@ def test_unscaled_gradients_are_those_of_any_scaler(which: str) -> None:
 def test_the_median_is_that_of_the_last_finite_norms() -> None:
     """Beside a plain account; saved and loaded on the way."""
     draw, rule = torch.Generator().manual_seed(0), TimesMedian(2.0, window=17)
-    norms, seen = rule.init(), list[float]()
+    norms, seen = first_norms(rule), list[float]()
     for step in range(200):
         value = float(torch.rand((), generator=draw)) * (4.0 if step % 7 == 0 else 1.0 if step > 9 else 0.0)
         norm = torch.tensor((math.nan, math.inf)[step % 2] if step % 11 == 5 else value)
         median = statistics.median_low(seen) if seen else 0.0
         limit = 2.0 * median if len(seen) >= 2 and median > 0 else math.inf
-        assert bool(rule.judge_(norms, norm)) is not (math.isfinite(norm) and float(norm) <= limit)
+        assert bool(judge_(rule, norms, norm)) is not (math.isfinite(norm) and float(norm) <= limit)
         seen = [*seen, *([float(norm)] if math.isfinite(norm) else [])][-17:]
         assert norms.tolist() == [math.inf] * (17 - len(seen)) + seen
-        norms = rule.init(seen) if step % 13 == 12 else norms
+        norms = first_norms(rule, seen) if step % 13 == 12 else norms
 
 
 def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -> None:
