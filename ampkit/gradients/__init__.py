@@ -1,1 +1,1 @@
-"""What scalers, optimizers and master weights share: gradients as lists, their kernels, the contracts of `step`."""
+"""Code that scalers, optimizers and master weights share: gradients as lists, clipping, ranks, contracts of `step`."""

@@ -1,9 +1,9 @@
-"""Norms and clipping of gradients that are still scaled: read once, written once.
+"""Norms and clipping of gradients that are still scaled: they are unscaled, checked and clipped together.
 
-`torch.nn.utils.clip_grad_norm_` after `unscale_` reads and writes every gradient twice and reads it once more for the
-norm. Here the norm of `gradient * inv_scale` comes from one read that also looks for inf and NaN, and one
-multiplication by `inv_scale * coefficient` unscales and clips. A power-of-two scale makes the two ways equal to the
-bit; otherwise the single rounding may differ from torch's two by one unit in the last place.
+`unscale_` and then `torch.nn.utils.clip_grad_norm_` read every gradient three times and write it twice. Here one read
+gives the norm of `gradient * inv_scale` and finds inf and NaN, and one multiplication by `inv_scale * coefficient`
+unscales and clips. If the scale is a power of two, the results are equal to the bit; else one rounding replaces two,
+and may differ from them by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ampkit.torch_internals.modules import is_flat
 from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
-"""Orders for which norm(scale * g) / scale equals norm(g) to the bit where the scale is a power of two.
+"""Orders for which norm(scale * g) / scale equals norm(g) to the bit if the scale is a power of two.
 
 Other orders round differently, and their powers of scaled gradients overflow early: they need `unscale_` first.
 """
 
 
 def clip_plain(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, for a disabled scaler; over all ranks of a `process_group`.
+    """`torch.nn.utils.clip_grad_norm_` for a disabled scaler, with a norm over all ranks of a `process_group`.
 
     Raises:
-        RuntimeError: FSDP1 shards without a `process_group`. Nothing has changed then.
+        RuntimeError: the gradients are FSDP1 shards, without a `process_group`. Nothing has changed then.
     """
     if process_group is None and ranks.several() and any(map(is_flat, params)):
         raise refusal_of_flat_shards()
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
-    if process_group is not None:   # without gradients the norm is on the CPU, where NCCL has no all-reduce
+    if process_group is not None:   # NCCL has no all-reduce on the CPU, where the norm of no gradients is
         device = params[0].device if params else torch.device("cpu")
         norm = ranks.total(norm.to(device), norm_type, (process_group,))
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
@@ -47,14 +47,14 @@ def clip_plain(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: fl
 def refusal_of_flat_shards() -> RuntimeError:
     """The error for norms of FSDP1 gradients."""
     return RuntimeError(
-        "clip_grad_norm_ got shards of FullyShardedDataParallel, which do not say whose norms to add up; expected "
-        "process_group=model.process_group (of the scaler, under skip_above), or unscale_(optimizer) and "
-        "model.clip_grad_norm_(max_norm)"
+        "clip_grad_norm_ got shards of FullyShardedDataParallel, which do not name the ranks with the other shards; "
+        "expected process_group=model.process_group (an argument of GradScaler, with skip_above), or "
+        "unscale_(optimizer) and model.clip_grad_norm_(max_norm)"
     )
 
 
 def coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """What to multiply gradients of this norm by, so that their norm is at most `max_norm`; torch's formula."""
+    """The factor that limits a norm to `max_norm`, by the formula of `torch.nn.utils.clip_grads_with_norm_`."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -68,18 +68,18 @@ def norm_and_factor(
 ) -> tuple[Tensor, Tensor]:
     """The norm of all gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
 
-    Gradients are only read; plain ones of one device are read by one launch. Call it without autograd. Never syncs.
+    Gradients are only read; plain ones on one GPU by one launch. Call it without autograd. Never synchronizes.
 
     Args:
         gradients: the gradients, still scaled.
-        inv_scale: the factor, 0-d float32.
-        found_inf: a flag for each device; set to 1 where a gradient is not finite.
-        norm_type: the order; inf gives the largest magnitude.
-        max_norm: the largest norm to let pass.
-        across: process groups over which the whole vector is sharded, besides those of DTensor gradients.
+        inv_scale: 1 / scale, 0-d float32.
+        found_inf: a flag for each device, set to 1 if a gradient there is not finite.
+        norm_type: the order; inf: the largest magnitude.
+        max_norm: the largest norm after clipping.
+        across: process groups over which the whole vector is sharded, in addition to those of DTensor gradients.
 
     Returns:
-        Both 0-d on `inv_scale`'s device. The norm is float64 when a gradient is float64 or complex128, else float32.
+        Both 0-d on `inv_scale`'s device. The norm is float64 if a gradient is float64 or complex128, else float32.
     """
     grads = gradients.by_device.get(inv_scale.device)
     if grads is not None and len(gradients.by_device) == 1 and not gradients.shards and not across:
@@ -102,7 +102,7 @@ def _norm_of_parts(
     norm_type: float,
     across: Sequence[Any],
 ) -> Tensor:
-    """The norm of gradients on several devices and ranks."""
+    """The norm of gradients on several devices or ranks."""
     shard_of = {id(tensor): groups for groups, tensor in gradients.shards}
     parts: dict[tuple[Any, ...], dict[torch.device, list[Tensor]]] = {}
     for device, tensors in gradients.by_device.items():
@@ -120,6 +120,7 @@ def _norm_of_parts(
 
 
 def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of a vector from the norms of its parts."""
     if len(norms) == 1:
         return norms[0]
     dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
@@ -128,10 +129,10 @@ def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
-    """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never syncs.
+    """Multiply every gradient by a 0-d factor, unless the factor is 1 or the flag of the gradient's device is set.
 
-    A float64 factor, which clipping has for float64 gradients, stays one for those; where Triton runs, and for other
-    gradients, it is rounded to float32. Call it without autograd.
+    A float64 factor, as clipping has for float64 gradients, multiplies these as it is; it is rounded to float32 for
+    other gradients, and where Triton runs. Call it without autograd. Never synchronizes.
     """
     for device, tensors in gradients.by_device.items():
         local, flag = moved(factor, device), found_inf.get(device)
@@ -143,7 +144,7 @@ def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.dev
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:
-    """Limit every element to `[-clip_value, clip_value]`; complex gradients by part. Never syncs."""
+    """Clamp every element, and real and imaginary parts, to `[-clip_value, clip_value]`. Never synchronizes."""
     with torch.set_grad_enabled(False):
         for tensors in gradients.by_device.values():
             foreach_clamp_min_(tensors, -clip_value)

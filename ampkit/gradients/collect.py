@@ -1,7 +1,7 @@
-"""An optimizer's gradients as the kernels want them: plain local tensors, listed by device.
+"""An optimizer's gradients as the kernels take them: plain local tensors, listed by device, with a flag each.
 
-Whatever `.grad` may be (sparse, complex, expanded, DTensor, CSR), the lists hold strided tensors that share its
-storage, so that writing them writes the gradient. Only metadata is looked at: nothing waits for a device.
+Whatever `.grad` is (sparse, complex, expanded, DTensor, CSR), the lists hold strided tensors that share its storage, so
+that writing them writes the gradient. `collect` reads only metadata: it waits for no device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _REFERENCE = ampkit_kernels.reference
-_MASTERS = "_ampkit_masters"     # the attribute of an optimizer that holds its `MasterWeights`
+_MASTERS = "_ampkit_masters"     # the attribute of an optimizer with its `MasterWeights`
 
 # Runs in C: a step looks at a thousand gradients.
 _dtype_of = attrgetter("dtype")
@@ -31,10 +31,12 @@ _dtype_of = attrgetter("dtype")
 class Gradients:
     """The gradients of some parameters.
 
-    `by_device` lists every gradient's storage. `shards` lists those that are parts of a larger gradient, with the
-    process groups over which the whole is sharded; they are in `by_device` too. `groups` are all process groups that a
-    DTensor parameter or gradient spans, in an order that every rank shares. `duplicated` are sparse gradients whose
-    repeated indices have not been added up. `originals` are the `.grad` tensors themselves.
+    Attributes:
+        by_device: a strided tensor for every gradient, which shares its storage.
+        shards: those of `by_device` that are parts of a larger gradient, with the process groups that hold the others.
+        groups: all process groups that a DTensor parameter or gradient spans, in the same order on every rank.
+        duplicated: sparse gradients whose repeated indices have not been added up.
+        originals: the `.grad` tensors themselves.
     """
 
     by_device: dict[torch.device, list[Tensor]] = field(default_factory=dict)
@@ -49,34 +51,33 @@ class Gradients:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The optimizer's parameters in order, of all parameter groups.
+    """The optimizer's parameters of all parameter groups, in order.
 
     Raises:
         AssertionError: a parameter is not a tensor.
-        AttributeError: what is no optimizer; the class of torch's error.
+        AttributeError: `optimizer` has no `param_groups`; torch's class of error.
     """
     params: list[Any] = []
     if not hasattr(optimizer, "param_groups"):
         raise AttributeError(
-            f"got {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer, or what has its "
+            f"got {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer, or an object with its "
             "param_groups: a scaler's methods take the optimizer, not the parameters or the model"
         )
     for group in optimizer.param_groups:
         params += group["params"]
     for cls in set(map(type, params)) - _ORDINARY:
         if not issubclass(cls, Tensor):
-            # torch's class of error, so that code that catches it keeps working
+            # torch's class of error: code may catch it
             raise AssertionError(f"expected param to be torch.Tensor, got {cls.__name__}")
     return params
 
 
 def places(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
-    """The optimizer's parameters, each with the optimizer's name for it, if any, and its place: "group 0, parameter 3".
-    """
-    for g, group in enumerate(optimizer.param_groups):
+    """The optimizer's name for each parameter, or None, its place ("group 0, parameter 3"), and the parameter."""
+    for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [None] * len(group["params"])
-        for i, (name, param) in enumerate(zip(names, group["params"], strict=True)):
-            yield name, f"group {g}, parameter {i}", param
+        for index, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            yield name, f"group {group_index}, parameter {index}", param
 
 
 def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: bool = False) -> Gradients:
@@ -86,13 +87,13 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
     pending reduction are reduced, fp16 sparse gradients are coalesced. No gradient's value changes.
 
     Args:
-        params: the parameters to look at.
-        refuse_fp16_of: the optimizer of these parameters, which float16 gradients are not for; it gives their names.
+        params: the parameters.
+        refuse_fp16_of: their optimizer, if float16 gradients are refused; it has names for them. None: accept them.
         coalesce: add up repeated indices of sparse gradients, whose norm would be wrong otherwise.
 
     Raises:
         TypeError: a gradient that is neither floating-point nor complex.
-        ValueError: a float16 gradient where those are refused. Nothing has been replaced then.
+        ValueError: a gradient is float16, and these are refused. Nothing has been replaced then.
     """
     grads = [grad for param in params if (grad := param.grad) is not None]
     are_ordinary = set(map(type, params)) <= _ORDINARY
@@ -108,23 +109,24 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
     if are_ordinary and dtypes <= REAL_FLOATS and set(map(type, grads)) <= _ORDINARY and _are_dense(grads):
         if len(set(map(Tensor.get_device, grads))) == 1:  # faster than `.device`; -1 on the CPU
             return Gradients({grads[0].device: grads}, [], [], [], grads)
-        found = Gradients(originals=grads)
+        gradients = Gradients(originals=grads)
         for grad in grads:
-            found.add(grad)
-        return found
-    found = Gradients()
+            gradients.add(grad)
+        return gradients
+    gradients = Gradients()
     seen: set[int] = set()
     with torch.no_grad():
         for param in params:
-            _note_mesh(found, param)
+            _add_groups(gradients, param)
             if param.grad is not None and id(param.grad) not in seen:
-                _collect_one(found, param, param.grad, coalesce)
+                _add_gradient(gradients, param, param.grad, coalesce)
                 seen.add(id(param.grad))
-                found.originals.append(param.grad)
-    return found
+                gradients.originals.append(param.grad)
+    return gradients
 
 
 def _fp16_refusal(optimizer: Any) -> ValueError:
+    """The error for float16 gradients, with the names of their parameters."""
     names = [
         name or place
         for name, place, param in places(optimizer)
@@ -139,7 +141,7 @@ def _fp16_refusal(optimizer: Any) -> ValueError:
 
 
 def _are_dense(grads: Sequence[Tensor]) -> bool:
-    """Whether all are contiguous, none is lazily negated or stands in two places (tied by hand, listed twice)."""
+    """Whether all are contiguous, none is lazily negated, and none is listed twice."""
     try:
         return (
             len(set(map(id, grads))) == len(grads) and all(map(Tensor.is_contiguous, grads))
@@ -149,25 +151,27 @@ def _are_dense(grads: Sequence[Tensor]) -> bool:
         return False
 
 
-def _note_mesh(found: Gradients, tensor: Tensor) -> None:
+def _add_groups(gradients: Gradients, tensor: Tensor) -> None:
+    """Add the process groups of a DTensor's mesh."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None:
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-        found.groups += [group for group in groups if group not in found.groups]
+        gradients.groups += [group for group in groups if group not in gradients.groups]
 
 
-def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) -> None:
+def _add_gradient(gradients: Gradients, param: Tensor, grad: Tensor, coalesce: bool) -> None:
+    """Add a gradient of any kind, as a strided real tensor."""
     local = grad
     shard_groups: tuple[Any, ...] = ()
     if hasattr(grad, "placements"):
         grad, local, shard_groups = _local_shard(param, grad)
-        _note_mesh(found, grad)
+        _add_groups(gradients, grad)
     if local.layout is torch.sparse_coo:
         if local is grad and (coalesce or local.dtype is torch.float16):
-            # Sums of scaled fp16 duplicates overflow easily: check the sums, as torch does.
+            # Sums over repeated indices overflow easily in scaled float16: check the sums, as torch does.
             local = param.grad = grad.coalesce()
         elif not local.is_coalesced():
-            found.duplicated.append(local)
+            gradients.duplicated.append(local)
         local = local._values()
     elif local.layout in _COMPRESSED:
         local = local.values()
@@ -180,15 +184,15 @@ def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) 
             f"a gradient has dtype {local.dtype} and layout {local.layout}; expected a floating-point or complex "
             "gradient, dense or sparse: leave this parameter out of the optimizer"
         )
-    found.add(local)
+    gradients.add(local)
     if shard_groups:
-        found.shards.append((shard_groups, local))
+        gradients.shards.append((shard_groups, local))
 
 
 def _writable(param: Tensor, grad: Tensor) -> Tensor:
-    """A dense gradient without overlapping elements, lazy conjugation or negation; replaces `param.grad` if it has any.
+    """A dense gradient that can be written in place; replaces `param.grad` if that one cannot.
 
-    torch's operators for lists refuse to write to lazily negated tensors.
+    Expanded gradients have overlapping elements, and torch's operators for lists refuse lazily negated tensors.
     """
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
@@ -204,8 +208,8 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
     if any(placement.is_partial() for placement in grad.placements):
         from torch.distributed.tensor import Replicate
 
-        settled = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
-        grad = param.grad = grad.redistribute(placements=settled)
+        reduced = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        grad = param.grad = grad.redistribute(placements=reduced)
     local = grad.to_local()
     if hasattr(local, "wait"):  # AsyncCollectiveTensor
         local = local.wait()
@@ -218,52 +222,55 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
     return grad, local, groups
 
 
-def unscale_(gradients: Gradients, factor: Tensor, found: Mapping[torch.device, Tensor]) -> None:
-    """Multiply all gradients by a 0-d factor, in place, and set the flag of a device where one is not finite then.
+def unscale_(gradients: Gradients, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
+    """Multiply all gradients by a 0-d factor, in place, and set the flag of each device with a non-finite product.
 
-    Sums over repeated indices of sparse gradients are checked too. Call it without autograd. Never syncs.
+    Sums over repeated indices of sparse gradients are checked too. Call it without autograd. Never synchronizes.
     """
     for device, tensors in gradients.by_device.items():
-        flag = found[device]
+        flag = flags[device]
         local = factor if factor.device == device else moved(factor, device)
         ampkit_kernels.backend(flag).unscale_(tensors, local, flag)
     if gradients.duplicated:
-        _check_sums(gradients.duplicated, None, found)
+        _check_sums(gradients.duplicated, None, flags)
 
 
-def check_finite(gradients: Gradients, factor: Tensor, found: Mapping[torch.device, Tensor]) -> None:
-    """Set the flags that `unscale_` would set; no gradient's value changes. Call it without autograd. Never syncs."""
+def check_finite(gradients: Gradients, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
+    """Set the flags that `unscale_` would set, and leave gradients as they are. Call it without autograd.
+
+    Never synchronizes.
+    """
     for device, tensors in gradients.by_device.items():
-        _check(tensors, moved(factor, device), found[device])
+        _check(tensors, moved(factor, device), flags[device])
     if gradients.duplicated:
-        _check_sums(gradients.duplicated, factor, found)
+        _check_sums(gradients.duplicated, factor, flags)
 
 
 def _check(tensors: Sequence[Tensor], factor: Tensor, flag: Tensor) -> None:
+    """Set the flag if a tensor of one device, times the factor, is not finite."""
     ops, on_host = ampkit_kernels.backend(flag), host_value_or_none(factor)
     if ops is _REFERENCE and on_host is not None and on_host <= 1.0:
-        # torch's check operator, which multiplies by 1: it takes half the time of a norm on the CPU. A factor of at
-        # most 1 makes no inf of a finite value.
+        # On the CPU torch's operator, here with a factor of 1, takes half the time of a norm. A factor of at most 1
+        # turns no finite value into inf.
         ops.unscale_(tensors, torch.ones_like(flag), flag)
     else:
         ops.norm_and_check(tensors, factor, flag)
 
 
-def _check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, found: Mapping[torch.device, Tensor]) -> None:
-    """Check the sums over repeated indices of sparse gradients, times `factor`, for inf and NaN."""
+def _check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, flags: Mapping[torch.device, Tensor]) -> None:
+    """Check the sums over repeated indices of sparse gradients, times `factor` (None: 1), for inf and NaN."""
     for grad in duplicated:
         values = grad.coalesce().values()
-        flag = found[values.device]
-        by = torch.ones_like(flag) if factor is None else moved(factor, flag.device)
-        _check([torch.view_as_real(values) if values.is_complex() else values], by, flag)
+        flag = flags[values.device]
+        local_factor = torch.ones_like(flag) if factor is None else moved(factor, flag.device)
+        _check([torch.view_as_real(values) if values.is_complex() else values], local_factor, flag)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; itself if it is there.
 
-    Copies between devices are ordered by their streams. A `non_blocking` copy to the CPU returns before the values have
-    arrived (torch copies into pinned memory), and reading them at once gives garbage. So a copy to the CPU syncs; every
-    other one does not.
+    Only a copy to the CPU synchronizes: a `non_blocking` one would return before its values have arrived (torch copies
+    into pinned memory). Streams order all other copies.
     """
     if tensor.device == device:
         return tensor
@@ -271,7 +278,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def host_value_or_none(value: Tensor) -> float | None:
-    """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
+    """The number in a one-element tensor if the host can read it without waiting for a device, else None."""
     return value.numpy().item() if value.is_cpu and type(value) is Tensor else None  # a FakeTensor holds no number
 
 
@@ -283,37 +290,39 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included."""
+    """One 0-d flag on `device`, 0.0 or 1.0, set if any of `flags` is nonzero or NaN; a single flag there stays itself.
+    """
     if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
         return flags[0]
     return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
 
 
-def merged(before: dict[torch.device, Tensor], found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-    """The flags of two checks, by device: set where either is."""
-    both = {device: torch.maximum(before[device], flag) for device, flag in found.items() if device in before}
-    return {**before, **found, **both}
+def merged(first: dict[torch.device, Tensor], second: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    """The flags of two checks, by device, set if either is."""
+    both = {device: torch.maximum(first[device], flag) for device, flag in second.items() if device in first}
+    return {**first, **second, **both}
 
 
 def note_written(tensors: Sequence[Tensor]) -> None:
-    """Bump the versions of tensors and of their shards, as an in-place operation would: what is saved for backward is
-    stale now. Neither a kernel does it, nor, for the DTensor that autograd has saved, a write to its shard.
+    """Bump the version counters of tensors and of their shards, by which autograd finds stale saved tensors.
+
+    In-place operations do that, but kernels do not; nor does a write to a shard bump the counter of its DTensor.
     """
     torch.autograd.graph.increment_version([*tensors, *map(local_tensor, tensors)])
 
 
 def masters_of(optimizer: Any) -> Any:
-    """The `MasterWeights` of an optimizer; None where it has none."""
+    """The float32 `MasterWeights` of an optimizer; None if it has none."""
     return getattr(optimizer, _MASTERS, None)
 
 
 def set_masters(optimizer: Any, masters: Any) -> None:
-    """Let `masters_of` find them from now on."""
+    """Set the `MasterWeights` that `masters_of` returns."""
     setattr(optimizer, _MASTERS, masters)
 
 
 def take_master_gradients(optimizer: Any) -> None:
     """Move gradients that arrived at 16-bit parameters to their masters; no-op for an optimizer without masters."""
-    masters = getattr(optimizer, _MASTERS, None)      # not `masters_of`: a call more in every step
+    masters = getattr(optimizer, _MASTERS, None)      # `masters_of` would be a call more in every step
     if masters is not None:
         masters.take_gradients_()

@@ -1,4 +1,4 @@
-"""Ranks that must skip together: one found_inf for all of them, norms over them, and a check for drift."""
+"""Ranks that must skip together: agree on one found_inf, take norms over all of them, and find drift between them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ampkit.gradients.collect import combined, moved
 
 
 def several() -> bool:
-    """Whether torch.distributed is initialised with more than one rank."""
+    """Whether torch.distributed is initialized with more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], device: torch.device) -> None:
-    """Make every flag the maximum over all ranks of all groups, in place. Never syncs beyond the collectives.
+    """Set every flag to the maximum over all ranks of all groups, in place. Synchronizes by the collectives alone.
 
     Args:
-        found_inf: flags by device; a rank without gradients takes part with a clear flag on `device`, which it gets.
-        groups: process groups, in the same order on every rank: one small all-reduce each.
-        device: where the flags are combined, the same on every rank.
+        found_inf: flags by device; a rank without gradients gets a clear flag on `device`, with which it takes part.
+        groups: process groups, in the same order on every rank, each at one small all-reduce.
+        device: where the flags are combined, of the same type on every rank.
     """
     if not groups:
         return
@@ -37,9 +37,9 @@ def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], device: 
 
 
 def differing(values: dict[str, float], device: torch.device, group: Any) -> dict[str, tuple[float, float]]:
-    """Compare numbers between the ranks of a group; None: all ranks. One all-reduce and a host read.
+    """The lowest and the highest value of each number that differs between the ranks of a group (None: all ranks).
 
-    Returns the lowest and the highest value of those that differ.
+    Synchronizes: one all-reduce and one read.
     """
     mine = torch.tensor([*values.values()], dtype=torch.float64, device="cpu")
     message = torch.cat((mine, -mine)).to(device)
@@ -49,7 +49,7 @@ def differing(values: dict[str, float], device: torch.device, group: Any) -> dic
 
 
 def total(norm: Tensor, norm_type: float, groups: Sequence[Any]) -> Tensor:
-    """The norm of a vector whose parts lie on the ranks of `groups`, from the norm of this rank's part."""
+    """The norm of a vector with parts on the ranks of `groups`, from the norm of this rank's part."""
     if not groups:
         return norm
     if norm_type == float("inf"):

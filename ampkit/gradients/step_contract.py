@@ -1,9 +1,9 @@
-"""The contract between a scaler and optimizers that unscale and skip on the device, from both sides.
+"""The contract of `step` between a scaler and optimizers that unscale and skip on the device.
 
-The contract is torch's (`_step_supports_amp_scaling`, kept by `fused=True` optimizers): the scaler sets
-`optimizer.grad_scale` and `optimizer.found_inf`, 0-d tensors, calls `step`, and deletes both. ampkit.optim adds
+It is torch's, for optimizers with `_step_supports_amp_scaling` (those with `fused=True`): the scaler sets the 0-d
+tensors `optimizer.grad_scale` and `optimizer.found_inf`, calls `step`, and deletes both. ampkit.optim adds
 `_step_supports_grad_multiplier`: `optimizer.grad_multiplier` replaces `grad_scale` by a factor that also clips.
-`run` sets them for one step, `StepScalars.of` is how an optimizer finds them.
+The scaler's side is `run`, the optimizer's `StepScalars.of`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MISSING = object()
 
 
 class StepScalars(NamedTuple):
-    """What a scaler leaves on an optimizer for one step: 0-d tensors, each None where there is nothing to do.
+    """The 0-d tensors that a scaler sets on an optimizer for one step; each may be None.
 
     Args:
-        found_inf: nonzero: change nothing.
-        grad_scale: divide gradients by it.
-        grad_multiplier: multiply gradients by it, for optimizers with `_step_supports_grad_multiplier`.
+        found_inf: if nonzero, the step changes nothing.
+        grad_scale: gradients are to be divided by it.
+        grad_multiplier: gradients are to be multiplied by it, in optimizers with `_step_supports_grad_multiplier`.
     """
 
     found_inf: Tensor | None
@@ -37,23 +37,23 @@ class StepScalars(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Any) -> StepScalars:
-        """The scalars that a scaler has set on the optimizer, by the contract's names."""
+        """The scalars that a scaler has set on the optimizer."""
         return cls(*[getattr(optimizer, name, None) for name in cls._fields])
 
     def on(self, device: torch.device) -> StepScalars:
-        """The scalars on `device`; syncs only to copy them from a device to the CPU."""
+        """The scalars on `device`; synchronizes only to copy them from a device to the CPU."""
         return StepScalars(*[None if scalar is None else moved(scalar, device) for scalar in self])
 
     def skips_on_host(self) -> bool:
-        """Whether the host can see that this step is skipped."""
+        """Whether the host can see, without waiting, that this step is skipped."""
         return self.found_inf is not None and (host_value_or_none(self.found_inf) or 0.0) != 0.0
 
     def inverse_scale(self) -> Tensor | None:
-        """1 / grad_scale as torch unscales: the reciprocal in fp64, rounded to fp32."""
+        """1 / grad_scale as torch.amp computes it: a float64 reciprocal, rounded to float32."""
         return None if self.grad_scale is None else self.grad_scale.double().reciprocal().float()
 
     def factor_on_host(self) -> float:
-        """What CPU gradients are to be multiplied by; the scalars are on the CPU. A FakeTensor counts as 1."""
+        """The factor for CPU gradients; the scalars are on the CPU. A FakeTensor counts as 1."""
         factor = 1.0
         for scalar in (self.grad_multiplier, self.inverse_scale()):
             value = None if scalar is None else host_value_or_none(scalar)
@@ -67,14 +67,14 @@ def is_amp_aware(optimizer: Any) -> bool:
 
 
 def mark_step_called(optimizer: Any) -> None:
-    """Mark a skipped step as called for torch's LR schedulers, which warn if they have seen none."""
+    """Tell torch's learning rate schedulers that `step` was called, though it was skipped; else they would warn."""
     if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
         optimizer._opt_called = True
 
 
 @contextmanager
 def attributes(optimizer: Any, **values: Tensor | None) -> Iterator[None]:
-    """Set attributes for one step. They are deleted after it; if it raises, the previous ones are restored."""
+    """Set attributes for one step and delete them after it; if the step raises, restore the previous ones."""
     before = {name: getattr(optimizer, name, _MISSING) for name in values}
     for name, value in values.items():
         setattr(optimizer, name, value)
@@ -93,11 +93,11 @@ def attributes(optimizer: Any, **values: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
-    """Zero the momentum that fused SGD allocates in a step that it skips, on the device.
+    """Zero the momentum that torch's fused SGD allocates in a step that it skips, on the device.
 
-    torch leaves it uninitialised, and the next step would read it. ampkit.optim.SGD needs no help.
+    torch leaves it uninitialized, and the next step would read it. ampkit.optim.SGD does not do that.
     """
-    newborn = [
+    without_momentum = [
         param
         for group in optimizer.param_groups
         if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]
@@ -107,13 +107,13 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     ]
     yield
     with torch.no_grad():
-        for param in newborn:
+        for param in without_momentum:
             buffer = optimizer.state[param]["momentum_buffer"]
             local = buffer.to_local() if hasattr(buffer, "to_local") else buffer
             local.masked_fill_(moved(found_inf != 0, local.device), 0.0)
 
 
-@dynamo_skip        # after a graph break it would be compiled by itself
+@dynamo_skip        # otherwise it would be compiled by itself after a graph break
 def run(
     optimizer: Any,
     args: tuple[Any, ...],
@@ -122,7 +122,7 @@ def run(
     grad_scale: Tensor | None,
     grad_multiplier: Tensor | None,
 ) -> Any:
-    """Call the optimizer's `step` with the scalars in place, as `StepScalars` names them; returns what it returns."""
+    """Set the scalars on the optimizer, call its `step`, delete them, and return the result of `step`."""
     values: dict[str, Tensor | None] = {"grad_scale": grad_scale, "found_inf": found_inf}
     if grad_multiplier is not None:
         values["grad_multiplier"] = grad_multiplier

@@ -1,11 +1,12 @@
 """Optimizers that unscale, clip and skip on the device: `torch.optim`'s AdamW and SGD, stepped by one kernel.
 
-They take `torch.optim`'s constructor arguments, exchange `state_dict`s with it both ways, and read, for the
-one step during which a gradient scaler has set them, `found_inf` (skip), `grad_scale` (divide gradients by)
-and `grad_multiplier` (multiply gradients by). On a GPU gradients are only read, on a CPU they are multiplied in place.
+They take `torch.optim`'s constructor arguments and exchange `state_dict`s with it both ways. During a step a gradient
+scaler sets `found_inf` (skip), `grad_scale` (divide gradients by it) and `grad_multiplier` (multiply gradients by it).
+On a GPU gradients are only read, on a CPU they are multiplied in place.
 
-bfloat16 weights keep updates that rounding to nearest loses by `rounding="stochastic"` or `masters="remainder"`;
-moments have the dtype `state_dtype`. Each of the three makes the step one in float32, on the CPU too, rounded once.
+With `rounding="stochastic"` or `masters="remainder"` bfloat16 weights keep updates that rounding to nearest loses.
+Moments have the dtype `state_dtype`. With any of the three a step is computed in float32 and rounded once, on the CPU
+too.
 """
 
 from ampkit.optim.adamw import AdamW

@@ -1,4 +1,4 @@
-"""AdamW, reading scaled gradients once."""
+"""AdamW, whose step unscales, clips and skips on the device."""
 
 from __future__ import annotations
 
@@ -22,34 +22,42 @@ _NAMES_AMSGRAD = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 class AdamW(DeviceStep, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step unscales, clips and skips on the device while it updates.
 
-    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
-    by what the scaler provides, and moves 28 bytes per float32 element; `found_inf` makes it return
-    at once, moments and step counts untouched. The step never synchronises and can be captured in a CUDA
-    graph. On the CPU, or where Triton cannot run, `torch.optim`'s own functions do the arithmetic, with
-    results equal to `torch.optim.AdamW` with the same arguments.
+    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied by the
+    scaler's factor, and moves 28 bytes per float32 element. If `found_inf` is set it returns at once, with moments and
+    step counts as they were. The step never synchronizes and can be captured in a CUDA graph. On a CPU, or where Triton
+    cannot run, `torch.optim`'s own functions step, with the results of `torch.optim.AdamW` with the same arguments.
+    With `rounding`, `masters` or `state_dtype` the step is computed in float32 and rounded once; parameters must be
+    bfloat16, or float32, which need neither random bits nor remainders. DTensors are updated shard by shard.
 
-    Args: params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as in
-    `torch.optim.AdamW`. `lr` may be a one-element tensor, `betas` are floats. `foreach`, `capturable` and
-    `fused` choose among torch's functions where those are used; on a CPU `fused` does not where a tensor is not
-    contiguous, because torch's step (2.13) then takes elements for others. impl: "auto", "triton" (raise where Triton
-    cannot run) or "reference" (torch's functions).
-
-    rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, right in the
-    mean. masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
-    to the bit. state_dtype: torch.float32 or torch.bfloat16, of moments; None: the dtype of weights or of masters.
-    seed: of random rounding. With any of these the step is in float32, rounded once, and parameters are bfloat16, or
-    float32, which need neither random bits nor remainders.
+    Args:
+        params: parameters or parameter groups, as in `torch.optim.AdamW` (Loshchilov and Hutter 2019).
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the two moments, floats.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        amsgrad: divide by the largest second moment so far.
+        maximize: maximize the loss.
+        foreach, capturable, fused: choose among torch's functions, where these step, as in torch. On a CPU `fused` is
+            ignored if a tensor is not contiguous, because torch's fused step (2.13) then confuses elements.
+        differentiable: must be False.
+        impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
+        rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, so that the
+            mean is right.
+        masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
+            to the bit.
+        state_dtype: dtype of moments, torch.float32 or torch.bfloat16; None: that of the weights or their masters.
+        seed: seed of stochastic rounding.
 
     Raises:
-        ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `rounding`, `masters` or
-            `state_dtype`, `differentiable=True`.
+        ValueError: a value that torch.optim.AdamW refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
+            or `differentiable=True`.
         TypeError: `betas` are tensors; `rounding`, `masters` or `state_dtype` with a parameter of another dtype; at
             `step` of a kernel, moments of a parameter that differ in dtype.
         RuntimeError: at `step`, a gradient is sparse.
 
-    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads into the other.
-    On CUDA `step` lives on the device. `stream`, int64, is what random numbers come from, `remainder` the
-    lower half of a float32 master, 16 bits held as float16. DTensor parameters are updated shard by shard.
+    State: `step` (on the device on CUDA), `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch: a `state_dict` of
+    either loads into the other. `stream`, int64, is the source of random numbers. `remainder` is the lower half of a
+    float32 master, 16 bits held as float16.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -103,10 +111,11 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         return states
 
     def _refuse_mixed(self, param: Tensor, dtypes: dict[str, torch.dtype]) -> None:
-        number = next(i for i, one in enumerate(self._parameters()) if one is param)
-        found = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
+        """Raise `TypeError` for moments of different dtypes."""
+        number = next(i for i, known in enumerate(self._parameters()) if known is param)
+        described = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
         raise TypeError(
-            f"ampkit.optim.AdamW got, in the state of parameter {number} of shape {tuple(param.shape)}, {found}; "
+            f"ampkit.optim.AdamW got, in the state of parameter {number} of shape {tuple(param.shape)}, {described}; "
             "expected one dtype: convert all of them, or pass state_dtype=, which does"
         )
 
@@ -124,7 +133,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             return True
         if on_host and needs_float32(group, scalars):
             return False
-        if not on_host:     # torch's fused kernel is the one that can skip without asking the host
+        if not on_host:     # of torch's functions only the fused one can skip on the device
             group["fused"], group["foreach"] = True, False
             for state in filter(None, map(self.state.get, group["params"])):
                 _count_on(state, device)
@@ -134,7 +143,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             refuse_sparse(self, [param.grad for param in group["params"] if param.grad is not None])
             raise
         lists = (*params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs)
-        # On a CPU torch's fused step (2.13) reads memory in order, whatever the strides: `channels_last` beside others.
+        # On a CPU torch's fused step (2.13) ignores strides, and so confuses elements of `channels_last` tensors.
         fused = group["fused"] and (not on_host or all(map(Tensor.is_contiguous, lists)))
         torch_adamw(
             params, multiplied(grads, scalars), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps,
@@ -147,7 +156,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
 
 
 def _count_on(state: dict[str, Any], device: torch.device) -> None:
-    """Have the step count on `device` in float32: a state from torch.optim may have it on the host, or as a number."""
+    """Put the step count on `device` in float32; a state of torch.optim may have it on the host, or as a number."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor):
         state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""What the optimizers share: scalars that a scaler leaves for one step, local shards, groups stepped as last time."""
+"""DeviceStep, the step that AdamW and SGD share: a scaler's scalars, DTensor shards, kernels with cached arguments."""
 
 from __future__ import annotations
 
@@ -22,23 +22,28 @@ from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
 
-Loss = TypeVar("Loss")      # that a closure returns, and `step` then
-# Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
+Loss = TypeVar("Loss")      # returned by a closure, and then by `step`
+# Tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else.
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _CPU = torch.device("cpu")
-_MOST_CACHES = 8        # of a group whose parameters do not all have gradients in every step, as experts
-_OF_THE_OPTIMIZER = ("impl", "rounding", "masters", "state_dtype", "seed")      # arguments that no group overrides
+_MOST_CACHES = 8        # for a group in which different parameters have gradients in each step, as with experts
+_OF_THE_OPTIMIZER = ("impl", "rounding", "masters", "state_dtype", "seed")      # arguments that a group cannot override
 
 
 class DeviceStep(ABC):
-    """Mixin for a `torch.optim` optimizer whose step reads its scalars on the device.
+    """Mixin for a `torch.optim` optimizer whose step reads a scaler's scalars on the device.
 
-    `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier`
-    is ampkit's: the scaler may set `grad_multiplier`, the inverse scale times a clipping coefficient.
+    `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier` is
+    ampkit's: the scaler may set `grad_multiplier`, the inverse scale times a clipping coefficient.
 
-    Where Triton runs, a group that is as its last step found it is stepped by what that step's caches hold. Parameters,
-    gradients and entries of state are read from where users can change them; only examining each tensor is spared.
+    `step` goes one of these ways for each parameter group:
+
+    - `_step_torch`: torch's own functions, on a CPU and where Triton cannot run.
+    - `_step_kernels`: the subclass's kernel or its reference, after an examination of every tensor (`_step_validated`);
+      a `StepCache` keeps its arguments.
+    - `_step_again`: the kernel with the arguments of the cache, if parameters, gradients and state are the same
+      tensors as in the last step. They are read from the optimizer each time, so that changes by users are seen.
     """
 
     _step_supports_amp_scaling = True
@@ -47,59 +52,62 @@ class DeviceStep(ABC):
     param_groups: list[dict[str, Any]]
     state: Any
     _precision: Precision
-    _copies: dict[Tensor, Tensor]           # that the user wants written
-    # Of each weight with a remainder, how the last step left it. Keeps none alive that the program has let go.
-    _seen: dict[ref[Tensor], tuple[Any, ...]]
-    # By number of the group, device, whether copies are written, `impl`, and which parameters have gradients.
+    _copies: dict[Tensor, Tensor]           # of `write_copies`
+    # `_fingerprint` of each weight with a remainder after its last step. Weak references keep no weight alive.
+    _fingerprints: dict[ref[Tensor], tuple[Any, ...]]
+    # By index of the group, device, whether copies are written, `impl`, and which parameters have gradients.
     _caches: dict[tuple[int, torch.device, bool, str, bytes], kernels.StepCache]
     _warned = False
 
     @abstractmethod
     def _names(self, group: dict[str, Any]) -> Sequence[str]:
-        """The entries of state that a kernel steps beside remainders, those of one element last: "step", "stream"."""
+        """The entries of state that a kernel steps, except remainders; those of one element, "step", "stream", last."""
 
     @abstractmethod
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What this optimizer's kernel takes beside lists and what every kernel takes."""
+        """The keyword arguments of this optimizer's kernel that others do not have."""
 
     @abstractmethod
     def _states(self, params: Sequence[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        """The state of each parameter, made where there is none, as the kernels take it."""
+        """The state of each parameter as the kernels take it; missing entries are made."""
 
     @abstractmethod
     def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
-        """Step parameters, gradients and the entries that `_names` names, all local."""
+        """Call the kernel with lists of local parameters, gradients and the entries that `_names` names."""
 
     @abstractmethod
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
-        """Step a group on one device by torch's functions; False where the kernels' reference is to do it."""
+        """Step a group on one device by torch's functions; False if the kernels' reference must do it."""
 
     def _prepare(self, impl: str, cls: str, differentiable: bool, precision: Precision, **numbers: Any) -> None:
-        """Check what torch's constructor does not, before it runs."""
+        """Check arguments that torch's constructor does not check, before it runs."""
         if differentiable:
             raise ValueError(
                 f"ampkit.optim.{cls} got differentiable=True; its step is not recorded by autograd: "
                 f"use torch.optim.{cls}(differentiable=True)"
             )
         for name, value in numbers.items():
-            if any(isinstance(one, Tensor) for one in (value if isinstance(value, tuple | list) else [value])):
+            if any(isinstance(item, Tensor) for item in (value if isinstance(value, tuple | list) else [value])):
                 raise TypeError(
                     f"ampkit.optim.{cls} got a tensor for {name}; expected a float: only lr may be a tensor, or use "
                     f"torch.optim.{cls}(capturable=True)"
                 )
         if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
-        self.impl, self._precision, self._seen = impl, precision, {}
+        self.impl, self._precision, self._fingerprints = impl, precision, {}
         self._set_copies({})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as `torch.optim.Optimizer` does.
+        """Add a group, as `torch.optim.Optimizer` does. Never synchronizes.
+
+        Args:
+            param_group: "params", and settings that differ from the constructor's.
 
         Raises:
-            ValueError: a group that asks for what only torch's step does, or has an argument of the optimizer's alone.
+            ValueError: a setting is supported by `torch.optim` alone, or is one for all groups.
             TypeError: with `rounding`, `masters` or `state_dtype`, a parameter that is neither bfloat16 nor float32.
         """
-        super().add_param_group(param_group)  # type: ignore[misc]  of torch's class, which stands beside this one
+        super().add_param_group(param_group)  # type: ignore[misc]  of torch's class, the other base
         try:
             self._check_group(self.param_groups[-1])
         except (TypeError, ValueError):
@@ -111,7 +119,7 @@ class DeviceStep(ABC):
             if name in group:
                 raise ValueError(
                     f"a parameter group has {name}={group[name]!r}; expected it as an argument of the optimizer, for "
-                    "all groups: give this one an optimizer of its own"
+                    "all groups: use another optimizer for this group"
                 )
         for name, expected in (("differentiable", False), ("decoupled_weight_decay", True), ("dampening", 0)):
             if bool(group.get(name, expected)) != expected:
@@ -126,19 +134,22 @@ class DeviceStep(ABC):
         self._caches = {}
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Have every step also write new parameter values, converted, into these tensors.
+        """Let every step also write new parameter values, converted, into these tensors. Never synchronizes.
 
-        Args: copies: low-precision tensor per parameter, of its shape and on its device; an empty mapping
-        ends it. A skipped step leaves them as they are. Not part of the `state_dict`; pickles and copies of the
+        A skipped step leaves them as they are. They are not part of the `state_dict`. Pickles and copies of the
         optimizer have copies of their own.
+
+        Args:
+            copies: a tensor per parameter, of any floating-point dtype, and of the parameter's shape and device; an
+                empty mapping ends the writing.
 
         Raises:
             TypeError: `copies` is no mapping.
-            ValueError: a key is not one of the optimizer's parameters, a copy differs in shape or device, or the
-                optimizer has remainders.
+            ValueError: a key is no parameter of the optimizer, a copy differs in shape or device, or the optimizer has
+                remainders.
         """
         if copies and self.has_remainders:
-            raise ValueError("write_copies got copies, the optimizer masters='remainder'; expected one of the two")
+            raise ValueError("write_copies does not support masters='remainder'; use one of the two")
         self._check_known("write_copies", copies)
         for param, copy in copies.items():
             if copy.shape != param.shape or copy.device != param.device:
@@ -150,7 +161,7 @@ class DeviceStep(ABC):
 
     @property
     def has_remainders(self) -> bool:
-        """Whether bfloat16 weights have remainders, and are their own masters then: `masters="remainder"`."""
+        """Whether bfloat16 weights have remainders, with which they are their own masters: `masters="remainder"`."""
         return self._precision.masters is not None
 
     def _parameters(self) -> list[Tensor]:
@@ -169,34 +180,39 @@ class DeviceStep(ABC):
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
-        """The float32 master of each bfloat16 parameter, as a new tensor: the parameter and its remainder.
+        """Return the float32 master of each bfloat16 parameter. Never synchronizes.
 
-        Without a remainder, the parameter's own value. DTensor for DTensor. Never synchronises.
+        Returns:
+            By parameter a new tensor, a DTensor for a DTensor: the parameter with its remainder, or, without one, the
+            parameter's value.
         """
-        found = {param: param.detach().float() for param in self._parameters() if param.dtype is torch.bfloat16}
+        masters = {param: param.detach().float() for param in self._parameters() if param.dtype is torch.bfloat16}
         for param, remainder in self._all_remainders().items():
             master = kernels.rounding.joined(local_tensor(param.detach()), local_tensor(remainder))
-            local_tensor(found[param]).copy_(master)
-        return found
+            local_tensor(masters[param]).copy_(master)
+        return masters
 
     @torch.no_grad()
     def set_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Set parameters, and their remainders, to these float32 values. Never synchronises.
+        """Set bfloat16 parameters and their remainders to float32 values. Never synchronizes.
+
+        Args:
+            masters: by parameter a float32 tensor of its shape, device and DTensor placements.
 
         Raises:
             TypeError: `masters` is no mapping.
-            ValueError: the optimizer has no remainders, a key is not one of its bfloat16 parameters, or a value is not
-                a float32 tensor of its shape, device and placements. Nothing has changed then.
+            ValueError: the optimizer has no remainders, a key is none of its bfloat16 parameters, or a value differs in
+                dtype, shape, device or placements. Nothing has changed then.
         """
         if not self.has_remainders:
-            raise ValueError("set_masters got an optimizer without remainders; expected one with masters='remainder'")
+            raise ValueError("set_masters needs remainders; expected an optimizer with masters='remainder'")
         self._check_known("set_masters", masters)
         for param, master in masters.items():
             dtypes = param.dtype, getattr(master, "dtype", None)
             if dtypes != (torch.bfloat16, torch.float32) or _place(master) != _place(param):
                 raise ValueError(
-                    f"set_masters got {_described(master)} for a parameter, {_described(param)}; expected float32 for "
-                    "bfloat16, alike otherwise"
+                    f"set_masters got {_described(master)} for {_described(param)}; expected float32 for bfloat16, of "
+                    "the same shape, device and placements"
                 )
         for group in self.param_groups:
             self._states([param for param in group["params"] if param in masters], group)
@@ -205,35 +221,42 @@ class DeviceStep(ABC):
             local_tensor(param).copy_(weight)
             local_tensor(self.state[param]["remainder"]).copy_(remainder)
         note_written(list(masters))
-        self._see(masters)
+        self._note_fingerprints(masters)
 
     def _remainders(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """The remainders of bfloat16 parameters, 0 where something else than a step has written to the parameter."""
-        found = {param: self.state[param]["remainder"] for param in params if param.dtype is torch.bfloat16}
-        for param, remainder in found.items():
+        """The remainders of bfloat16 parameters, set to 0 if other code than a step has written to the parameter."""
+        remainders = {param: self.state[param]["remainder"] for param in params if param.dtype is torch.bfloat16}
+        for param, remainder in remainders.items():
             weight = ref(param)
-            if weight in self._seen and self._seen[weight] != _mark(param):
+            if weight in self._fingerprints and self._fingerprints[weight] != _fingerprint(param):
                 local_tensor(remainder).zero_()
-                self._seen[weight] = _mark(param)
-        return found
+                self._fingerprints[weight] = _fingerprint(param)
+        return remainders
 
     def _all_remainders(self) -> dict[Tensor, Tensor]:
+        """`_remainders` of all parameters that have one."""
         return self._remainders([param for param in self._parameters() if "remainder" in self.state.get(param, {})])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as `torch.optim.Optimizer` gives it, remainders of weights that were written to at 0."""
+        """Return the state as `torch.optim.Optimizer` does. Never synchronizes.
+
+        Remainders are 0 for weights that other code has written to.
+        """
         self._all_remainders()
         return super().state_dict()  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of torch's, as `torch.optim.Optimizer` does.
+        """Load a state of this class or of torch's, as `torch.optim.Optimizer` does. Never synchronizes.
 
-        Remainders count for the weights that the next step finds: load the model before or after.
+        Remainders count for the weights that the next step finds, so the model may be loaded before or after.
+
+        Args:
+            state_dict: the result of `state_dict()`.
         """
-        given: list[dict[str, Any]] = []        # what the user's hooks have made of it
-        before = self.register_load_state_dict_pre_hook(lambda _, final: given.append(final))  # type: ignore
+        hooked: list[dict[str, Any]] = []       # the state after the user's hooks
+        before = self.register_load_state_dict_pre_hook(lambda _, state: hooked.append(state))  # type: ignore
         after = self.register_load_state_dict_post_hook(  # type: ignore
-            lambda _: self._keep_entries(given[0]), prepend=True
+            lambda _: self._keep_entries(hooked[0]), prepend=True
         )
         try:
             super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -242,7 +265,7 @@ class DeviceStep(ABC):
             after.remove()
 
     def _keep_entries(self, state_dict: dict[str, Any]) -> None:
-        """Give entries that torch has converted their dtype again; leave out what no step goes on from."""
+        """Give entries that torch has converted their dtype again; drop those that no step can continue from."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, self._parameters(), strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
@@ -252,13 +275,13 @@ class DeviceStep(ABC):
                     self.state[param][name] = value.to(param.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
+        """Restore a pickled or copied optimizer; torch's `load_state_dict` calls this too, with state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
-        self._seen = {}
+        self._fingerprints = {}
         self._set_copies(self._copies)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickling keeps beside torch's entries."""
+        """torch's entries, and those of this class that pickles keep."""
         self._all_remainders()
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc, assignment]
         return {**state, "impl": self.impl, "_copies": self._copies, "_precision": self._precision}
@@ -268,9 +291,13 @@ class DeviceStep(ABC):
     @overload
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's loss, or None.
+        """Update every parameter that has a gradient, unless a scaler's `found_inf` is set. Never synchronizes on CUDA.
 
-        Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
+        Args:
+            closure: computes the loss and gradients before the update; None: the gradients are there.
+
+        Returns:
+            The closure's loss; None without a closure.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -290,11 +317,11 @@ class DeviceStep(ABC):
         return loss
 
     def _leaves_cpu(self) -> bool:
-        """Whether kernels may step, which take addresses: Dynamo would compile a step again for each of them."""
+        """Whether kernels may step. These take addresses, for each of which Dynamo would compile the step again."""
         return self.impl == "triton" or not all(param.is_cpu for param in self._parameters())
 
     def _step_again(self, number: int, group: dict[str, Any], scalars: StepScalars) -> bool:
-        """Step a group by the caches of its last step; False, with nothing done, where they do not fit."""
+        """Step a group by the caches of its last step; False, with nothing done, if they do not fit."""
         params, names = group["params"], self._names(group)
         grads = [param.grad for param in params]
         which = b""
@@ -308,31 +335,32 @@ class DeviceStep(ABC):
                 state = self.state
                 states = [state[param] for param in params]
                 for name in names:
-                    columns.append([one[name] for one in states])
+                    columns.append([entries[name] for entries in states])
             if self.has_remainders:
                 beside = self._remainders(params)
         except KeyError:
             return False
-        found = []
+        launches = []
         n = len(columns) - ("step" in names) - ("stream" in names)
         for device, rows, copies in _launched_alike(params, beside):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
             cache = self._caches.get((number, device, copies is not None, self.impl, which))
             if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
                 return False
-            found.append((cache, lists[0] if copies is None else [*lists[0], *copies]))
-        for cache, written in found:
+            launches.append((cache, lists[0] if copies is None else [*lists[0], *copies]))
+        for cache, written in launches:
             cache.launch(self._all_options(group, scalars, cache.device))
-            # As any in-place operation would: what was saved for backward is stale now.
+            # As in-place operations do: autograd finds stale saved tensors by it.
             torch.autograd.graph.increment_version(written)
         if self.has_remainders:
-            self._see(beside)
+            self._note_fingerprints(beside)
         return True
 
-    def _see(self, params: Iterable[Tensor]) -> None:
-        self._seen.update((ref(param), _mark(param)) for param in params)
+    def _note_fingerprints(self, params: Iterable[Tensor]) -> None:
+        self._fingerprints.update((ref(param), _fingerprint(param)) for param in params)
 
     def _all_options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of the kernel, apart from lists."""
         found_inf, grad_scale, multiplier = scalars.on(device)
         return {
             "lr": lr_for_kernel(group["lr"], device), "weight_decay": group["weight_decay"],
@@ -341,8 +369,8 @@ class DeviceStep(ABC):
         }
 
     def _step_validated(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
-        """Step a group after examining every tensor; kernels keep what that finds out in caches."""
-        # torch's lists hold plain tensors or DTensors of one mesh: others are stepped in parts.
+        """Step a group after an examination of every tensor, whose results caches keep for `_step_again`."""
+        # torch's functions take lists of plain tensors, or of DTensors of one mesh: a mixed list is stepped in parts.
         params = group["params"]
         if self.impl != "triton" and all(map(_is_cpu, params)) and set(map(type, params)) <= _ORDINARY:
             here = scalars.on(_CPU)
@@ -367,7 +395,7 @@ class DeviceStep(ABC):
                     self._write_copies_of(part, here)
 
     def _write_copies_of(self, params: Sequence[Tensor], scalars: StepScalars) -> None:
-        """Write the copies of what torch's functions have stepped."""
+        """Write the copies of parameters that torch's functions have stepped."""
         copied = [param for param in params if param in self._copies and param.grad is not None]
         if copied and not scalars.skips_on_host():
             targets = [self._copies[param] for param in copied]
@@ -403,19 +431,19 @@ class DeviceStep(ABC):
                 stepped = params if rows is None else [params[i] for i in rows]
                 note_written([*stepped, *(beside[param] for param in stepped if param in beside)])
         if masters:
-            self._see(beside)
+            self._note_fingerprints(beside)
 
     def _cache(self, key: tuple[int, torch.device, bool, str, bytes]) -> kernels.StepCache:
-        """The cache for these gradients of a group; a new one takes the place of the oldest of too many."""
+        """The cache for a combination of gradients of a group; a new one replaces the oldest of `_MOST_CACHES`."""
         if key not in self._caches:
-            alike = [other for other in self._caches if other[:-1] == key[:-1]]
-            if len(alike) >= _MOST_CACHES:
-                del self._caches[alike[0]]
+            of_group = [other for other in self._caches if other[:-1] == key[:-1]]
+            if len(of_group) >= _MOST_CACHES:
+                del self._caches[of_group[0]]
             self._caches[key] = kernels.StepCache()
         return self._caches[key]
 
     def _fill(self, params: Sequence[Tensor], names: Sequence[str]) -> list[dict[str, Any]]:
-        """The state of each parameter, with the named entries, and what the options add."""
+        """The state of each parameter, with the named entries and those that low precision needs."""
         self._precision.check(params)
         states = [self.state[param] for param in params]
         numbers: dict[Tensor, int] = {}
@@ -429,14 +457,14 @@ class DeviceStep(ABC):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"ampkit.optim.{type(self).__name__}.step() is captured in a CUDA graph with a learning rate that the "
-                "host holds: every replay will use this one, whatever a scheduler sets. Pass lr=torch.tensor(...) on "
-                "the device and change it in place.",
+                f"ampkit.optim.{type(self).__name__}.step() is captured in a CUDA graph with a learning rate on the "
+                "host: every replay will use this rate, whatever a scheduler sets. Pass lr=torch.tensor(...) on the "
+                "device and change it in place.",
                 stacklevel=6,
             )
 
 
-# Inside compiled code; hooks around `step` have run.
+# For compiled code; the hooks around `step` have run.
 _step_uncompiled = skip_compilation(lambda optimizer: DeviceStep.step(optimizer))
 
 
@@ -446,13 +474,13 @@ def refuse_sparse(optimizer: DeviceStep, grads: Sequence[Any]) -> None:
         grad = next(grad for grad in grads if grad.layout is not torch.strided)
         raise RuntimeError(
             f"ampkit.optim.{type(optimizer).__name__} got a {grad.layout} gradient for a parameter of shape "
-            f"{tuple(grad.shape)}; expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for it, or "
-            "sparse=False"
+            f"{tuple(grad.shape)}; expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for this "
+            "parameter, or sparse=False"
         )
 
 
 def _by_mesh(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """The DTensors of each mesh, and the other tensors: what an operation of torch takes as one list."""
+    """The DTensors of each mesh, and all plain tensors: the lists that torch's functions take."""
     parts: dict[Any, list[Tensor]] = {}
     for param in params:
         parts.setdefault(getattr(param, "device_mesh", None), []).append(param)
@@ -461,7 +489,7 @@ def _by_mesh(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 @contextmanager
 def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterator[None]:
-    """Shift streams for a step, so that shards of a DTensor round apart; state stays the same on all ranks."""
+    """Shift random streams for one step, so that shards of a DTensor round differently; saved state has no shift."""
     shifts = [_shard_number(param) << 32 for param in params]
     if not any(shifts):
         yield
@@ -474,7 +502,7 @@ def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterat
 
 
 def _shard_number(param: Any) -> int:
-    """The number of the shard of a DTensor that is here, the same for replicas of it; 0 for any other tensor."""
+    """The index of this rank's shard of a DTensor, the same for its replicas; 0 for any other tensor."""
     number, placements = 0, getattr(param, "placements", ())
     coordinate = param.device_mesh.get_coordinate() if placements else None     # None outside of the mesh too
     for dim, place in enumerate(coordinate or ()):
@@ -483,11 +511,11 @@ def _shard_number(param: Any) -> int:
     return number
 
 
-def _mark(param: Tensor) -> tuple[Any, ...]:
-    """What a write to a parameter changes, or an assignment to its `data`; a write through `data` changes nothing.
+def _fingerprint(param: Tensor) -> tuple[Any, ...]:
+    """Version counters and storage of a parameter, by which writes to it and assignments to its `data` are noticed.
 
-    A write to a DTensor moves its own version, a step that of its shard. A weak reference keeps a storage's identity
-    from being taken by another, not its memory.
+    A write through `data` changes neither. A write to a DTensor bumps its own counter, a step that of its shard. The
+    weak reference keeps the storage's identity from being reused, but does not keep its memory.
     """
     local = local_tensor(param)
     storage = _weak_storage if not is_compiling() else _weak_storage_uncompiled
@@ -498,12 +526,12 @@ def _weak_storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-# Dynamo makes an object of the class while it traces, whose deletion fails.
+# While Dynamo traces it makes an object of the class, whose deletion fails.
 _weak_storage_uncompiled = skip_compilation(_weak_storage)
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:
-    """Where the elements of a tensor are, also on other ranks; two tensors with the same can be copied by shards."""
+    """Shape, device, and mesh and placements of a DTensor. Tensors that agree in all can be copied shard by shard."""
     return tuple(getattr(tensor, name, None) for name in ("shape", "device", "device_mesh", "placements"))
 
 
@@ -515,6 +543,7 @@ def _described(value: Any) -> str:
 
 
 def _local_gradient(param: Any, grad: Any) -> Tensor:
+    """This rank's shard of a gradient, sharded as its parameter."""
     if type(grad) not in _ORDINARY:
         placements = getattr(param, "placements", None)
         if placements is not None and getattr(grad, "placements", placements) != placements:
@@ -523,14 +552,15 @@ def _local_gradient(param: Any, grad: Any) -> Tensor:
 
 
 def needs_float32(group: dict[str, Any], scalars: StepScalars) -> bool:
-    """Whether a factor would round float16 gradients to 0: torch's functions take them multiplied, kernels do not."""
+    """Whether multiplying float16 gradients may round them to 0: torch's functions need that, kernels do not."""
     return torch.float16 in map(_dtype_of, group["params"]) and scalars.factor_on_host() != 1.0
 
 
 def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
-    """The gradients times what the scalars, on their device, say.
+    """The gradients, unscaled and clipped as the scalars say; the scalars are on the gradients' device.
 
-    On a CPU in place, as torch's fused steps do: memory for as many again costs more than the rest of the step.
+    On a CPU they are multiplied in place, as by torch's fused steps: new memory would cost more than the rest of the
+    step.
     """
     if not grads:
         return grads
@@ -538,7 +568,7 @@ def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
         factor = scalars.factor_on_host()
         if factor == 1.0:
             return grads
-        if not all(map(Tensor.is_contiguous, grads)):      # an expanded one cannot be written to
+        if not all(map(Tensor.is_contiguous, grads)):      # an expanded gradient cannot be written
             return list(foreach_mul(grads, factor))
         foreach_mul_(grads, factor)
         return grads
@@ -551,22 +581,22 @@ def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
 def split_by_copy(
     params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
 ) -> list[tuple[list[int] | None, list[Tensor] | None]]:
-    """Numbers of parameters without a copy to write (None), then of those with one; None for all of them."""
+    """Indices of parameters without a copy, then of those with one and the copies; None for all or for no copies."""
     if not copies:
         return [(None, None)] if params else []
     parts = []
     for with_copy in (False, True):
-        numbers = [i for i, param in enumerate(params) if (param in copies) is with_copy]
-        if numbers:
-            targets = [local_tensor(copies[params[i]]) for i in numbers] if with_copy else None
-            parts.append((None if len(numbers) == len(params) else numbers, targets))
+        indices = [i for i, param in enumerate(params) if (param in copies) is with_copy]
+        if indices:
+            targets = [local_tensor(copies[params[i]]) for i in indices] if with_copy else None
+            parts.append((None if len(indices) == len(params) else indices, targets))
     return parts
 
 
 def _launched_alike(
     params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
 ) -> Iterator[tuple[torch.device, list[int] | None, list[Tensor] | None]]:
-    """`split_by_copy` of the parameters on each device, with the device."""
+    """Each device with `split_by_copy` of its parameters."""
     if len(set(map(Tensor.get_device, params))) < 2:
         for rows, targets in split_by_copy(params, copies):
             yield params[0].device, rows, targets
@@ -580,13 +610,13 @@ def _launched_alike(
 
 
 def _which(grads: Sequence[Tensor | None]) -> bytes:
-    """Which gradients there are, one byte for each; empty where all of them are."""
-    found = bytes(map(is_not, grads, repeat(None)))
-    return found if 0 in found else b""
+    """Which gradients are not None, a byte of 0 or 1 for each; empty if none is None."""
+    present = bytes(map(is_not, grads, repeat(None)))
+    return present if 0 in present else b""
 
 
 def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """The learning rate as a kernel takes it: a tensor on the device, or a number."""
+    """The learning rate as kernels take it: a tensor on the device, or a number."""
     if not isinstance(lr, Tensor):
         return lr
     value = host_value_or_none(lr.detach())

@@ -1,4 +1,4 @@
-"""What bfloat16 weights and state keep of a float32 step: how they are rounded, and what is kept beside them."""
+"""Options for bfloat16 weights and state: how they are rounded, and what is kept of a float32 step beside them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Precision:
-    """The arguments of the same names of `ampkit.optim`'s optimizers, checked.
+    """The checked arguments of these names of `ampkit.optim`'s optimizers.
 
     Attributes:
-        is_torchs: whether nothing is asked for that torch's own functions do not do.
-        streams: the name of the entry of state with a parameter's random numbers, if it has one.
+        is_torchs: whether torch's own functions can step with these arguments.
+        streams: names of the entries of state with a parameter's random numbers: ("stream",) or ().
     """
 
     rounding: str
@@ -43,7 +43,7 @@ class Precision:
         self.streams = ("stream",) if self.rounding == "stochastic" else ()
 
     def check(self, params: Sequence[Tensor]) -> None:
-        """Refuse parameters that the arguments have no meaning for."""
+        """Raise `TypeError` for parameters that these arguments do not support."""
         for param in () if self.is_torchs else params:
             if param.dtype not in (torch.bfloat16, torch.float32):
                 raise TypeError(
@@ -52,18 +52,18 @@ class Precision:
                 )
 
     def continues(self, name: str, value: Any) -> bool:
-        """Whether the next step can go on from an entry of a state that is loaded.
+        """Whether the next step can continue from an entry of a loaded state.
 
-        A remainder or a stream that these arguments do not step, or that torch has converted, is behind its weight.
+        A remainder or a stream cannot be used if these arguments do not step it, or torch has converted its dtype.
         """
         if name == "remainder":
             return self.masters is not None and value.dtype is kernels.rounding.REMAINDER
         return name != "stream" or (bool(self.streams) and value.dtype is torch.int64)
 
     def fill(self, state: dict[str, Any], names: Sequence[str], param: Tensor, number: int) -> None:
-        """Make the named entries of the state of parameter `number`, and its remainder, where they are missing.
+        """Make missing entries of the state of parameter `number`: those named, its remainder and its stream.
 
-        With any of the arguments, convert what a state from elsewhere has in another dtype.
+        Unless torch's functions step, convert entries of another dtype, which a loaded state may have.
         """
         master = torch.float32 if self.masters else param.dtype
         dtypes = dict.fromkeys(names, self.state_dtype or master)

@@ -1,4 +1,4 @@
-"""SGD with momentum, reading scaled gradients once."""
+"""SGD with momentum, whose step unscales, clips and skips on the device."""
 
 from __future__ import annotations
 
@@ -19,28 +19,37 @@ from ampkit.torch_internals.optimizers import gathered
 class SGD(DeviceStep, torch.optim.SGD):
     """`torch.optim.SGD` whose step unscales, clips and skips on the device while it updates.
 
-    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
-    by what the scaler provides, and moves 20 bytes per float32 element with momentum, 12 without;
-    `found_inf` makes it return at once. A first step that is skipped leaves no trace: the next one starts
-    the momentum, as torch's would have. The step never synchronises and can be captured in a CUDA graph. On
-    the CPU `torch.optim`'s own functions do the arithmetic, with results equal to `torch.optim.SGD` with
-    the same arguments; on a CUDA device where Triton cannot run, plain tensor operations do.
+    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied by the
+    scaler's factor, and moves 20 bytes per float32 element with momentum, 12 without. If `found_inf` is set it returns
+    at once: a skipped first step starts no momentum, the next one does. The step never synchronizes and can be captured
+    in a CUDA graph. On a CPU `torch.optim`'s own functions step, with the results of `torch.optim.SGD` with the same
+    arguments; on a CUDA device where Triton cannot run, plain tensor operations do. DTensors are updated shard by
+    shard.
 
-    Args: params, lr, momentum, weight_decay, nesterov, maximize, foreach, fused: as in `torch.optim.SGD`. `lr` may be a
-    one-element tensor, `weight_decay` is a float, `dampening` is 0. `foreach` chooses among torch's functions on the
-    CPU; `fused` does not, because torch's fused SGD there (2.13) leaves 16-bit parameters of 16 elements or more
-    unchanged, and raises where some parameters have no momentum yet: bits are those of `fused=False`. impl: "auto",
-    "triton" (raise where Triton cannot run) or "reference". rounding, masters, state_dtype, seed: as in `AdamW`.
+    Args:
+        params: parameters or parameter groups, as in `torch.optim.SGD`.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: factor of the momentum.
+        dampening: must be 0.
+        weight_decay: factor of the L2 penalty, a float.
+        nesterov: Nesterov momentum.
+        maximize: maximize the loss.
+        foreach: choose among torch's functions on the CPU, as in torch.
+        differentiable: must be False.
+        fused: accepted and ignored on the CPU, where results are those of `fused=False`: torch's fused SGD (2.13) does
+            not change 16-bit parameters of 16 elements or more, and raises if some parameters have no momentum yet.
+        impl: "auto", "triton" (raise where Triton cannot run) or "reference".
+        rounding, masters, state_dtype, seed: as in `AdamW`.
 
     Raises:
-        ValueError: for values that torch.optim.SGD refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
-            `differentiable=True`, `dampening` that is not 0, also one that a group has got since.
+        ValueError: a value that torch.optim.SGD refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
+            `differentiable=True`, or a `dampening` that is not 0, also one that was set in a group since.
         TypeError: `weight_decay` is a tensor; `rounding`, `masters` or `state_dtype` with a parameter that is neither
             bfloat16 nor float32.
         RuntimeError: at `step`, a gradient is sparse.
 
     State: `momentum_buffer` as in torch, `stream` and `remainder` as in `AdamW`; a `state_dict` of either loads into
-    the other. DTensor parameters are updated shard by shard.
+    the other.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -88,7 +97,7 @@ class SGD(DeviceStep, torch.optim.SGD):
         return self._fill(params, ("momentum_buffer",) if group["momentum"] else ())
 
     def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
-        params, grads, buffers = [*lists, []][:3]
+        params, grads, buffers = lists if len(lists) == 3 else [*lists, []]
         kernels.sgd_(params, grads, buffers, **options)
 
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
@@ -102,7 +111,7 @@ class SGD(DeviceStep, torch.optim.SGD):
         refuse_sparse(self, grads)
         torch_sgd(
             params, multiplied(grads, scalars), buffers or [None] * len(params), foreach=group["foreach"],
-            fused=False,    # torch's leaves 16-bit parameters of a vector's length as they were, among others
+            fused=False,    # torch's fused one does not change some 16-bit parameters, among other faults
             lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"],
             dampening=0, **{**self._options(group), "nesterov": group["nesterov"]},
         )

@@ -1,8 +1,8 @@
-"""What a scaler did, counted on the device and read on request.
+"""Counts of a scaler's steps, skips and updates, kept on the device and read on request.
 
-`History` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one small copy and no
-host sync; where Triton runs, an update that is summed up by itself, as every replay of a CUDA graph does, is one
-launch. Only reading (`History.totals`, `History.to_dict`, `History.rows`) waits for the device.
+`History` keeps a few 0-d tensors per update and adds them up in blocks, so that an update costs one small copy and no
+synchronization. Where Triton runs, an update that is added by itself, as in every replay of a CUDA graph, is one
+launch. Only `History.totals`, `History.to_dict` and `History.rows` wait for the device.
 """
 
 from __future__ import annotations
@@ -19,19 +19,26 @@ from torch import Tensor
 import ampkit_kernels
 
 _BLOCK = 256
-"""Updates between two foldings: a few launches spread over this many iterations."""
+"""Updates that are added to the totals at once, by a few launches."""
 _ROWS = 1000
-"""Updates that `History.rows` goes back."""
+"""Maximum number of updates kept for `rows`."""
 
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """Counts since the scaler was made (or since the checkpoint that it loaded was begun).
+    """Counts over all optimizers, since the scaler was made; a loaded state continues its own counts.
 
-    `steps` and `skips` count optimizer steps taken and skipped for inf or NaN, over all optimizers, `outliers` those
-    skipped for a norm above `skip_above`, `no_gradients` those that found nothing to do. The rest count `update()`
-    calls: `overflows` with a non-finite gradient, `consecutive_skips` the overflows since the last clean one, `growths`
-    and `backoffs` changes of the scale.
+    Args:
+        scale: the current loss scale.
+        updates: calls of `update()`.
+        steps: optimizer steps that were taken.
+        skips: optimizer steps that were skipped for inf or NaN.
+        no_gradients: optimizer steps that found no gradients.
+        overflows: updates after an inf or NaN.
+        consecutive_skips: overflows since the last update without one.
+        growths: updates that raised the scale.
+        backoffs: updates that lowered the scale.
+        outliers: optimizer steps that were skipped for a norm above `skip_above` alone.
     """
 
     scale: float
@@ -45,32 +52,32 @@ class ScalerStats:
     backoffs: int = 0
     outliers: int = 0
 
-# the first seven as `tally_update_` has them
+
+# The first seven are in the order of `ampkit_kernels.triton_ops.tally_update_`.
 _COUNTED = ("updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips", "outliers")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})
-"""The names under which `History.to_dict` saves its counts."""
-
+"""The keys of `History.to_dict`."""
 
 _Update = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""The scale that an iteration used, its flag, its gradient norm if known, whether a step was skipped for that alone."""
+"""An iteration's scale, its flag, its norm if it has one, and whether a step was skipped for the norm alone."""
 
 
 class History:
     """Counters on one device, and the last updates.
 
-    Notes taken under CUDA graph capture are summed up within the graph, so that its replays count; those taken
-    before it wait until after it, because a replay must not count them again, nor read memory that is gone by then.
-    Once there is a graph, its replays may move the scale between any two updates that the host sees: each of these
-    is summed up at once.
+    During a CUDA graph capture steps and updates are added to the totals within the graph, so that its replays count.
+    Earlier ones wait until the capture has ended: a replay must not count them again, nor read memory that has been
+    freed. Once there is a graph, a replay may change the scale between any two updates that the host sees, and each of
+    these is added at once.
 
     Args:
-        device: where the scale lives.
-        saved: counts of an earlier history, from `to_dict`.
+        device: the device of the scale.
+        saved: counts to continue, from `to_dict`.
 
     Attributes:
-        triton: the kernels for a scaler's single numbers (`ampkit_kernels.triton_ops`), None where Triton does not run
-            on the device.
+        triton: the kernels for a scaler's single numbers (`ampkit_kernels.triton_ops`); None if Triton does not run on
+            the device.
         no_gradients: optimizer steps that found no gradients.
         may_be_captured: whether the device is one that CUDA graphs are captured on.
     """
@@ -89,7 +96,7 @@ class History:
         self._rows: deque[_Update] = deque(maxlen=_ROWS)
 
     def note_step(self, found_inf: Tensor, outlier: Tensor | None = None) -> None:
-        """Note an optimizer step, skipped where a 0-d flag is set: for inf or NaN, or, a bool, only for the norm."""
+        """Note an optimizer step with its 0-d flags: inf or NaN was found, or (a bool) only the norm was too large."""
         if outlier is not None:
             self._totals[_AT["outliers"]].add_(outlier)
         captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
@@ -98,10 +105,10 @@ class History:
     def note_update(
         self, scale: Tensor, found_inf: Tensor, norms: Collection[Tensor], outlier: Tensor | None = None
     ) -> bool:
-        """Note an update: a copy of the scale that the iteration used, and what else `_Update` has; the largest norm.
+        """Note an update, with a copy of the scale that the iteration used and the norms, of which the largest counts.
 
-        Returns whether to `fold` once the scale has moved: when a block is full, always under CUDA graph capture and
-        after it, and the first time, because a capture must find its kernels loaded.
+        Returns whether to `fold` once the scale has changed: if a block is full, always during and after a CUDA graph
+        capture, and the first time, because a capture must find its kernels loaded.
         """
         norm = reduce(torch.maximum, norms) if norms else None
         captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
@@ -115,7 +122,7 @@ class History:
         return first or self._has_graph or len(self._updates[captured]) >= _BLOCK
 
     def fold(self, scale: Tensor) -> None:
-        """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs."""
+        """Add pending steps and updates to the totals; `scale` is the scale after them. Never synchronizes."""
         captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
         steps, updates = self._steps[captured], self._updates[captured]
         self._steps[captured], self._updates[captured] = [], []
@@ -126,46 +133,43 @@ class History:
             self._totals[_AT["skips"]].add_((torch.stack(steps) != 0).sum())
         if not updates:
             return
-        n, (before, overflow) = len(updates), _stacked(updates)
+        n = len(updates)
+        before, overflow = _stacked(updates)
         after = torch.cat((before[1:], scale.detach().reshape(1)))
         # position (from 1) of the last clean update; 0 when there is none
         last_clean = (torch.arange(1, n + 1, device=overflow.device) * ~overflow).max()
-        run = self._totals[_AT["consecutive_skips"]]
-        run.copy_(torch.where(last_clean > 0, n - last_clean, run + n))
+        in_a_row = self._totals[_AT["consecutive_skips"]]
+        in_a_row.copy_(torch.where(last_clean > 0, n - last_clean, in_a_row + n))
         self._totals[_AT["updates"]].add_(n)
         for name, happened in (("overflows", overflow), ("growths", after > before), ("backoffs", after < before)):
             self._totals[_AT[name]].add_(happened.sum())
 
     def _tally(self, update: _Update, steps: list[Tensor], scale: Tensor) -> bool:
-        """Add one update to the totals, in one launch; False, with nothing done, where there is no kernel for that."""
+        """Add one update to the totals by one launch; False, with nothing done, if there is no kernel for it."""
         used, flag, *_ = update
         if self.triton is None or any(
-            each.dtype is not torch.float32 or each.device != scale.device for each in (scale, used, flag, *steps)
+            scalar.dtype is not torch.float32 or scalar.device != scale.device for scalar in (scale, used, flag, *steps)
         ):
             return False
         self.triton.tally_update_(self._totals, used, scale, flag, steps)
         return True
 
     def totals(self, scale: Tensor) -> ScalerStats:
-        """Everything counted so far. One host read."""
+        """All counts so far. Reads the device once."""
         self.fold(scale)
-        *counts, value = torch.cat((self._totals.double(), scale.detach().double().reshape(1))).tolist()
-        known = {name: int(count) for name, count in zip(_COUNTED, counts, strict=True)}
-        steps = known.pop("attempts") - known["skips"] - known["outliers"]
-        return ScalerStats(scale=value, steps=steps, no_gradients=self.no_gradients, **known)
+        *totals, scale_now = torch.cat((self._totals.double(), scale.detach().double().reshape(1))).tolist()
+        counts = {name: int(count) for name, count in zip(_COUNTED, totals, strict=True)}
+        steps = counts.pop("attempts") - counts["skips"] - counts["outliers"]
+        return ScalerStats(scale=scale_now, steps=steps, no_gradients=self.no_gradients, **counts)
 
     def to_dict(self, scale: Tensor) -> dict[str, int]:
-        """The counts as plain integers for a checkpoint; rows are not kept. One host read."""
+        """The counts as plain integers for a checkpoint, without rows. Reads the device once."""
         self.fold(scale)
         counts = zip(_COUNTED, self._totals.tolist(), strict=True)
         return {**dict(counts), "no_gradients": self.no_gradients}
 
     def rows(self, scale: Tensor) -> list[dict[str, Any]]:
-        """The last updates, oldest first, as plain dicts. Waits for the device.
-
-        Keys: `update` (counted from 1), `scale` (the one the iteration used), `overflow`, `grad_norm`, None where the
-        iteration took no norm, and `outlier`: a step was skipped for its norm alone.
-        """
+        """The last updates as `GradScaler.history` has them. Waits for the device."""
         self.fold(scale)
         if not self._rows:
             return []
@@ -185,6 +189,6 @@ class History:
 
 
 def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:
-    """The scales that updates used, in float32, and whether each overflowed."""
+    """For each update, as vectors, the scale that it used, in float32, and whether it overflowed."""
     scales, flags, *_ = zip(*updates, strict=True)
     return torch.stack([used.float() for used in scales]), torch.stack(flags) != 0

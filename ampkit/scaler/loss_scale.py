@@ -1,11 +1,25 @@
 """Loss-scale strategies: how a scale reacts to overflow, as pure arithmetic on tensors.
 
-A strategy is a frozen description; what changes from step to step is a `ScaleState` of 0-d tensors. `next_state` maps
-one state to the next without reading a value, so nothing here waits for a device. `GradScaler` owns a state and writes
-the next one into the same tensors, which keeps their addresses fixed (CUDA graphs replay them).
+A strategy is a frozen dataclass with settings. A `ScaleState` of 0-d tensors holds all that changes from update to
+update. `next_state` maps one state to the next without reading a value, so nothing here synchronizes. `GradScaler` has
+one state and writes each next one into the same tensors, whose addresses CUDA graphs replay.
 
-The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it; hysteresis follows Megatron-LM
-(refill on growth) and Apex (refill on every clean update); the tolerated overflow rate follows fairseq.
+To add a strategy: write a frozen dataclass that inherits from `_LossScale`; add it to `LossScale` and `_KINDS`. It has
+
+- its settings as fields, checked by `__post_init__`; a checkpoint saves them under their names;
+- `kind`, its name in checkpoints, and `scales_losses`, False if losses stay as they are;
+- `next_state(state, found_inf)`;
+- what `GradScaler`, and torch's scaler when it loads the checkpoint, ask of every strategy: `init_scale`,
+  `growth_factor`, `backoff_factor`, `growth_interval`, `min_scale`, `max_scale` and `hysteresis`, as fields, class
+  variables or properties (`StaticLossScale` has those of a scale that never changes);
+- `is_plain = False`, so that `GradScaler` calls `next_state`. If it is True, torch's operator computes the next scale
+  from the four numbers of torch's scaler.
+
+If its scale changes, extend `state_dict_checks.loadable` too: it continues with the saved scale for `DynamicLossScale`
+alone. `on_stuck` and torch's setters of the four numbers (`_check_stuck`, `_change_rule`) ask for that class too.
+
+The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it. Hysteresis follows Megatron-LM
+(refill on growth) and Apex (refill on every clean update), the tolerated overflow rate fairseq.
 """
 
 from __future__ import annotations
@@ -20,7 +34,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: the least scale whose reciprocal is still finite."""
+"""The smallest normal float32. Reciprocals of all scales from here on are finite."""
 
 LARGEST_SCALE = torch.finfo(torch.float32).max
 
@@ -28,11 +42,14 @@ _RANGE = f"a number from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}: a scale of
 
 
 class ScaleState(NamedTuple):
-    """What a strategy remembers between updates; 0-d tensors on one device.
+    """The state of a strategy between updates: 0-d tensors on one device, `scale` float32, the others int32.
 
-    `scale` is float32, the rest int32. `growth_tracker` counts finite updates since the last overflow or growth,
-    `hysteresis_left` the overflows up to the one that backs off, `window_updates` and `window_overflows` the updates
-    and overflows since the scale last changed.
+    Args:
+        scale: the loss scale.
+        growth_tracker: updates without overflow since the last overflow or growth.
+        hysteresis_left: overflows until the scale backs off, that one included.
+        window_updates: updates since the scale last changed.
+        window_overflows: overflows since the scale last changed.
     """
 
     scale: Tensor
@@ -42,27 +59,37 @@ class ScaleState(NamedTuple):
     window_overflows: Tensor
 
 
-def number(given: Any, name: str, *, whole: bool = False) -> float:
-    """A real number, also in a one-element tensor, as Python's own; `TypeError` for anything else."""
-    value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+def number(argument: Any, name: str, *, whole: bool = False) -> float:
+    """A real number, or the one in a one-element tensor, as a Python number; `TypeError` for anything else."""
+    value: Any = argument.item() if isinstance(argument, Tensor) and argument.numel() == 1 else argument
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
-        raise TypeError(f"{name} is {value!r}; expected a {'whole ' * whole}number")
+        raise TypeError(f"{name} is {value!r}; expected a {'whole number' if whole else 'number'}")
     plain: Any = value
-    return plain if isinstance(plain, int | float) else int(plain) if whole else float(plain)
+    if isinstance(plain, int | float):
+        return plain
+    return int(plain) if whole else float(plain)
 
 
 def to_python_numbers(strategy: Any) -> None:
-    """Convert a dataclass's fields to Python numbers; `TypeError` for one that is none, or no integer where one is due.
-    """
-    for each in fields(strategy):
-        if each.type != "str":
-            value = number(getattr(strategy, each.name), each.name, whole=each.type == "int")
-            object.__setattr__(strategy, each.name, value)  # frozen to others
+    """Convert a dataclass's fields to Python numbers; `TypeError` if one is no number, or an int field no integer."""
+    for setting in fields(strategy):
+        if setting.type != "str":
+            value = number(getattr(strategy, setting.name), setting.name, whole=setting.type == "int")
+            object.__setattr__(strategy, setting.name, value)  # the dataclass is frozen
 
 
 class _LossScale:
+    """The method that all strategies share."""
+
     def init(self: Any, device: torch.device | str, *, scale: float | None = None, **counters: int) -> ScaleState:
-        """A state on `device`, fresh unless `scale` and counters by their field names say otherwise."""
+        """Return a first state.
+
+        Args:
+            device: where to make its tensors.
+            scale: the scale to begin with; None: `init_scale`.
+            counters: other entries of `ScaleState` to begin with, by name; `hysteresis_left` is `hysteresis` without
+                that, the others 0.
+        """
         first = self.init_scale if scale is None else scale
         start = {"hysteresis_left": self.hysteresis, **counters}
         return ScaleState(
@@ -73,25 +100,26 @@ class _LossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale(_LossScale):
-    """Shrink on overflow, grow after a run of finite updates.
+    """A scale that shrinks on overflow and grows after a number of updates without overflow.
 
     Args:
         init_scale: first scale.
-        growth_factor: multiplies the scale after `growth_interval` finite updates in a row; 1 never grows.
-        backoff_factor: multiplies the scale on overflow; 1 never backs off.
-        growth_interval: finite updates in a row before growth. 0 never grows, as in torch.
-        min_scale: the scale stops here on its way down; defaults to the least scale with a finite reciprocal.
-        max_scale: the scale stops here on its way up. A growth that would reach inf is never taken.
-        hysteresis: the scale backs off on this many-th overflow; 1 backs off at once. The steps are skipped all the
-            same.
-        hysteresis_refill: when forgiven overflows are given back: "growth" of the scale (Megatron-LM) or any "clean"
-            update, so that only overflows in a row count (Apex, DeepSpeed's consecutive hysteresis).
-        tolerance: the scale backs off only when at least this share (0 to 1) of the updates since its last change
-            overflowed (fairseq's overflow tolerance).
+        growth_factor: multiplies the scale after `growth_interval` updates without overflow; 1: it never grows.
+        backoff_factor: multiplies the scale after an overflow; 1: it never backs off.
+        growth_interval: updates in a row without overflow before the scale grows; 0: it never grows, as in torch.
+        min_scale: the scale never falls below it.
+        max_scale: the scale never grows above it. Growth to inf never happens.
+        hysteresis: number of the overflow on which the scale backs off; 1: on the first. Every overflow skips its
+            step.
+        hysteresis_refill: after which event the scale again tolerates `hysteresis` - 1 overflows: "growth"
+            (Megatron-LM), or any "clean" update, so that only overflows in a row count (Apex, DeepSpeed's consecutive
+            hysteresis).
+        tolerance: the scale backs off only if at least this share, from 0 to below 1, of the updates since its last
+            change overflowed (fairseq's overflow tolerance).
 
     Raises:
-        TypeError: a field that is no number, or no whole one.
-        ValueError: a field out of range.
+        TypeError: a number is none, or no integer.
+        ValueError: an argument is out of range.
 
     >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=1)
     >>> state = scale.init("cpu")
@@ -126,30 +154,35 @@ class DynamicLossScale(_LossScale):
             ("init_scale", low <= self.init_scale <= high, f"a number from min_scale ({low}) to max_scale ({high})"),
             ("hysteresis", 1 <= self.hysteresis <= 2**30, "1 (back off at once) or more, at most 2**30"),
             ("hysteresis_refill", self.hysteresis_refill in ("growth", "clean"), "'growth' or 'clean'"),
-            ("tolerance", 0.0 <= self.tolerance < 1.0, "a share from 0 up to, not including, 1"),
+            ("tolerance", 0.0 <= self.tolerance < 1.0, "a share from 0 to below 1"),
         ):
             if not is_right:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
     @property
     def stuck_scale(self) -> float:
-        """Gradients that overflow at this scale or below overflow for another reason: 2**-14, or `min_scale`."""
+        """The scale at which overflows have another reason than the scale: 2**-14, or a `min_scale` above it."""
         return max(self.min_scale, 2.0**-14)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the rule is torch's own, bounds aside."""
+        """Whether the rule is torch's, apart from the bounds."""
         return self.hysteresis == 1 and self.tolerance == 0.0
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """The state after an update that did (`found_inf` nonzero, NaN included) or did not overflow. Never syncs."""
+        """Return the state after one update. Never synchronizes.
+
+        Args:
+            state: the state before the update.
+            found_inf: a flag, nonzero (or NaN) after an overflow.
+        """
         overflow = found_inf != 0
         updates, overflows = state.window_updates + 1, state.window_overflows + overflow
         counted = overflow & (overflows.float() >= self.tolerance * updates.float())
         backs_off = counted & (state.hysteresis_left <= 1)
         left = torch.where(counted, torch.clamp(state.hysteresis_left - 1, min=1), state.hysteresis_left)
-        finite_run = state.growth_tracker + 1
-        grows = ~overflow & (finite_run == self.growth_interval)
+        in_a_row = state.growth_tracker + 1
+        grows = ~overflow & (in_a_row == self.growth_interval)
         # Growth to inf keeps the scale and restarts the count, as in torch.
         grown = _times(state.scale, self.growth_factor)
         grown = torch.where(torch.isfinite(grown), grown, state.scale)
@@ -158,7 +191,7 @@ class DynamicLossScale(_LossScale):
         refill = grows if self.hysteresis_refill == "growth" else ~overflow
         return ScaleState(
             scale.clamp(self.min_scale, self.max_scale),
-            torch.where(overflow | grows, 0, finite_run).to(torch.int32),
+            torch.where(overflow | grows, 0, in_a_row).to(torch.int32),
             torch.where(refill, self.hysteresis, left).to(torch.int32),
             torch.where(backs_off | grows, 0, updates).to(torch.int32),
             torch.where(backs_off | grows, 0, overflows).to(torch.int32),
@@ -174,7 +207,7 @@ class StaticLossScale(_LossScale):
 
     Raises:
         TypeError: `scale` is no number.
-        ValueError: `scale` out of range.
+        ValueError: `scale` is out of range.
 
     >>> StaticLossScale(128.0).init_scale
     128.0
@@ -184,8 +217,7 @@ class StaticLossScale(_LossScale):
 
     kind: ClassVar[str] = "static"
     scales_losses: ClassVar[bool] = True
-    # The same names as the dynamic rule, with values that leave a scale alone: a torch scaler that loads them
-    # keeps the scale too.
+    # The dynamic rule with these numbers never changes the scale. torch's scaler loads them from a checkpoint.
     growth_factor: ClassVar[float] = 1.0
     backoff_factor: ClassVar[float] = 1.0
     growth_interval: ClassVar[int] = 2**31 - 1
@@ -201,20 +233,25 @@ class StaticLossScale(_LossScale):
 
     @property
     def init_scale(self) -> float:
-        """The scale, under the dynamic rule's name."""
+        """The scale, by the dynamic rule's name."""
         return self.scale
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """The same scale; `growth_tracker` still counts finite updates in a row. Never syncs."""
-        run = torch.where(found_inf != 0, 0, state.growth_tracker + 1).to(torch.int32)
-        return state._replace(growth_tracker=run)
+        """Return a state with the same scale; `growth_tracker` counts as ever. Never synchronizes.
+
+        Args:
+            state: the state before the update.
+            found_inf: a flag, nonzero (or NaN) after an overflow.
+        """
+        in_a_row = torch.where(found_inf != 0, 0, state.growth_tracker + 1).to(torch.int32)
+        return state._replace(growth_tracker=in_a_row)
 
 
 @dataclass(frozen=True)
 class NoOpLossScale(StaticLossScale):
-    """No scaling: losses are returned unchanged; steps with non-finite gradients are still skipped.
+    """No scaling: losses stay as they are; steps with non-finite gradients are still skipped.
 
-    For bfloat16 and float32 training, which need only the skipping.
+    For training in bfloat16 and float32.
 
     >>> NoOpLossScale().init_scale
     1.0
@@ -231,60 +268,64 @@ _KINDS: dict[str, type[LossScale]] = {cls.kind: cls for cls in (DynamicLossScale
 
 
 def checked(strategy: LossScale | None) -> LossScale:
-    """The strategy, or for None the default one; `TypeError` for what is none."""
-    if not isinstance(strategy, DynamicLossScale | StaticLossScale | None):
+    """The strategy, or for None the default one; `TypeError` for anything else."""
+    if strategy is not None and not isinstance(strategy, LossScale):
         raise TypeError(
             f"loss_scale is {strategy!r}; expected DynamicLossScale(), StaticLossScale(scale) or NoOpLossScale()"
         )
     return DynamicLossScale() if strategy is None else strategy
 
 
-def from_numbers(strategy: LossScale | None, plain: tuple[float, float, float, int]) -> LossScale:
-    """The strategy that a scaler was made with, given as such or as torch's four numbers.
+def from_numbers(strategy: LossScale | None, torchs_numbers: tuple[float, float, float, int]) -> LossScale:
+    """The strategy of a scaler that was made with a strategy or with torch's four numbers.
 
     Raises:
-        TypeError: a strategy of another class, or what is no number.
-        ValueError: both, or a number out of range. AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
+        TypeError: a strategy of another class, or something that is no number.
+        ValueError: both a strategy and numbers, or a number out of range.
+        AssertionError: growth_factor <= 1 or backoff_factor >= 1, as in torch.
     """
     if strategy is not None:
-        fresh = checked(None)
-        if plain != (fresh.init_scale, fresh.growth_factor, fresh.backoff_factor, fresh.growth_interval):
+        default = checked(None)
+        if torchs_numbers != (
+            default.init_scale, default.growth_factor, default.backoff_factor, default.growth_interval
+        ):
             raise ValueError(
                 f"got loss_scale={strategy} together with init_scale, growth_factor, backoff_factor or "
-                f"growth_interval; expected one or the other: set the numbers on the strategy"
+                "growth_interval; expected one or the other: set the numbers on the strategy"
             )
         return checked(strategy)
-    _, growth_factor, backoff_factor, _ = plain
-    # AssertionError as in torch, so that code that catches it keeps working
+    _, growth_factor, backoff_factor, _ = torchs_numbers
+    # AssertionError as in torch: code may catch it.
     if not number(growth_factor, "growth_factor") > 1.0:
         raise AssertionError(f"The growth factor must be > 1.0; got {growth_factor}.")
     if not number(backoff_factor, "backoff_factor") < 1.0:
         raise AssertionError(f"The backoff factor must be < 1.0; got {backoff_factor}.")
-    return DynamicLossScale(*plain)
+    return DynamicLossScale(*torchs_numbers)
 
 
-def _saved(cls: type[LossScale]) -> list[str]:
-    return [each.name for each in fields(cls) if each.init]
+def _settings(cls: type[LossScale]) -> list[str]:
+    """The names of a strategy's arguments, which a checkpoint saves."""
+    return [setting.name for setting in fields(cls) if setting.init]
 
 
 def to_dict(strategy: LossScale) -> dict[str, Any]:
     """A strategy as plain Python values, for a checkpoint."""
-    return {"kind": strategy.kind, **{name: getattr(strategy, name) for name in _saved(type(strategy))}}
+    return {"kind": strategy.kind, **{name: getattr(strategy, name) for name in _settings(type(strategy))}}
 
 
 def from_dict(saved: Mapping[str, Any]) -> LossScale:
     """The strategy that `to_dict` described.
 
     Raises:
-        TypeError: a field that is no number, or no whole one.
-        ValueError: unknown kind, fields that are missing or unknown to this version, or one out of range.
+        TypeError: a number is none, or no integer.
+        ValueError: the kind is unknown, fields are missing or unknown to this version, or one is out of range.
     """
     values = dict(saved)
     kind = values.pop("kind", None)
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise ValueError(f"the saved loss scale is of kind {kind!r}; expected one of {sorted(_KINDS)}")
-    expected = _saved(cls)
+    expected = _settings(cls)
     if set(values) != set(expected):
         raise ValueError(
             f"the saved loss scale ({kind}) has the fields {sorted(map(str, values))}; expected {expected}: it may "
@@ -294,7 +335,7 @@ def from_dict(saved: Mapping[str, Any]) -> LossScale:
 
 
 def _times(scale: Tensor, factor: float) -> Tensor:
-    """The product rounded once from double, as torch's update kernel does; Metal has no double."""
+    """The product, rounded once from float64 as in torch's update kernel; Metal has no float64."""
     if scale.device.type == "mps":
         return scale * factor
     return (scale.double() * factor).float()

@@ -1,7 +1,8 @@
-"""What a scaler knows about optimizers: how the last step ended, and whose gradients are unscaled.
+"""A scaler's notes about each optimizer: how its last step ended, and which gradients are unscaled for it.
 
-Two optimizers that hold one parameter would each divide its gradient. Gradients are known by a mark on them, two
-integers: it keeps nothing alive, refers to no parameter, and `torch.load` takes a saved gradient that has one.
+Two optimizers with the same parameter would each divide its gradient. So an optimizer's gradients get a mark, an
+attribute of two integers. It keeps nothing alive, refers to no parameter, and `torch.load` accepts a saved gradient
+that has one.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ampkit.gradients.collect import parameters
 from ampkit.scaler.overflow_report import Counted
 
 MARK = "_ampkit_unscaled_for"
-"""The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it, and a version or -1."""
+"""The attribute of a gradient with `Notes.mark` of the optimizer that unscaled it, and a version counter or -1."""
 _UNMARKED = -1, -1
 
-# Begins anywhere: a gradient that was loaded from a file bears the mark of another process, which must mean nothing.
+# Random: a gradient that was loaded from a file has a mark of another process, which must match none of this one.
 _marks = itertools.count(secrets.randbits(62))
 
 
@@ -32,13 +33,13 @@ class LastStep:
 
     Attributes:
         holds_shards: whether the optimizer holds shards of FSDP1.
-        found_inf: the flag, 0-d; None before the first step.
-        skipped: whether the step was skipped, as far as the host knows; None: only the device knows.
-        counts: inf and NaN in its gradients, None where they were not counted.
-        idle_steps: steps without gradients so far; -1 once a step has found some.
-        takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not looked at yet.
-        outlier: the flag of a norm above `skip_above`, which skips a step too, 0-d; None without that.
-        norms: the last ones, for `TimesMedian`.
+        found_inf: the flag of inf or NaN, 0-d; None before the first step.
+        skipped: whether the host skipped the step; None: only the device knows whether it was skipped.
+        counts: numbers of inf and NaN in the gradients; None: not counted.
+        idle_steps: initial steps without gradients; -1 after a step that found some.
+        takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not examined yet.
+        outlier: the flag of a norm above `skip_above`, which skips a step too, 0-d; None without `skip_above`.
+        norms: the optimizer's last norms, for `TimesMedian`; None without it.
     """
 
     holds_shards: bool
@@ -53,16 +54,16 @@ class LastStep:
 
 @dataclass(eq=False)
 class Notes:
-    """What is known about an optimizer's gradients in an iteration, beside torch's record of it.
+    """Notes about an optimizer's gradients in one iteration, which torch's record of it has no entry for.
 
     Attributes:
         optimizer: the optimizer.
         state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
-        last_step: what lasts beyond the iteration.
+        last_step: the notes that outlast the iteration.
         groups: process groups whose ranks must skip together.
-        clip_factor: what `step` has still to multiply gradients by, to unscale and clip them.
-        outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `groups`; None: not known.
-        mark: set on the gradients that this optimizer has unscaled.
+        clip_factor: the factor that unscales and clips gradients, if `step` has still to apply it; else None.
+        outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `groups`; None: not judged.
+        mark: the number that marks gradients as this optimizer's.
     """
 
     optimizer: Any
@@ -74,13 +75,13 @@ class Notes:
     mark: int = field(default_factory=_marks.__next__)
 
 
-def note_backward(everyone: Iterable[Notes]) -> None:
-    """Mark again the gradients that parameters still have, with their versions: a backward pass may follow this call.
+def note_backward(all_notes: Iterable[Notes]) -> None:
+    """Renew the marks of gradients that parameters still have, with version counters, before a backward pass.
 
-    It may write other gradients to tensors that had a mark: to these, after `zero_grad(set_to_none=False)`; to those
-    that DDP keeps, with `gradient_as_bucket_view`.
+    Backward may write other gradients into marked tensors: into these after `zero_grad(set_to_none=False)`, and into
+    those that DDP keeps with `gradient_as_bucket_view`. Their version counters then change.
     """
-    for notes in everyone:
+    for notes in all_notes:
         old, notes.mark = notes.mark, next(_marks)
         for param in parameters(notes.optimizer):
             grad = param.grad
@@ -88,15 +89,15 @@ def note_backward(everyone: Iterable[Notes]) -> None:
                 setattr(grad, MARK, (notes.mark, grad._version))
 
 
-def refuse_claimed(grads: Sequence[Tensor], notes: Notes, everyone: Iterable[Notes]) -> None:
-    """Raise `RuntimeError` for a gradient that bears the mark of another optimizer of the same iteration.
+def refuse_claimed(grads: Sequence[Tensor], notes: Notes, all_notes: Iterable[Notes]) -> None:
+    """Raise `RuntimeError` for a gradient that has the mark of another optimizer of the same iteration.
 
-    One that has been written to since `note_backward` is another gradient.
+    A gradient that was written to since `note_backward` is a new one.
     """
     owners = {
-        each.mark: each.optimizer
-        for each in everyone
-        if each is not notes and each.state["stage"] is not OptState.READY
+        other.mark: other.optimizer
+        for other in all_notes
+        if other is not notes and other.state["stage"] is not OptState.READY
     }
     for grad in grads:
         mark, version = getattr(grad, MARK, _UNMARKED)
@@ -109,7 +110,7 @@ def refuse_claimed(grads: Sequence[Tensor], notes: Notes, everyone: Iterable[Not
 
 
 def _advice(first: Any, second: Any) -> str:
-    """What to do about two optimizers that share a gradient: one may hold the other in an attribute."""
+    """Advice about two optimizers that share a gradient, of which one may wrap the other."""
     for outer, inner in ((first, second), (second, first)):
         if any(value is inner for value in getattr(outer, "__dict__", {}).values()):
             return (

@@ -1,7 +1,7 @@
 """The report on a skipped step: which gradients held inf or NaN, the likely origin first.
 
-Backward reaches the parameters of most models about in the reverse of the order in which they are registered, so the
-report lists them so. `ampkit.debugging` finds the operator where inf or NaN began, whatever the order.
+In most models backward reaches parameters roughly in reverse registration order, so the report has that order.
+`ampkit.debugging.find_nonfinite` locates the operator where inf or NaN began in any model.
 """
 
 from __future__ import annotations
@@ -19,34 +19,40 @@ _SHOWN = 6
 
 
 class Counted(NamedTuple):
-    """A gradient that was counted: its parameter, the optimizer's name for it and its place there, and the counts."""
+    """A gradient with its numbers of inf and NaN, finite ones included."""
 
     param: Tensor
-    name: str | None
-    place: str              # "group 0, parameter 3"
+    name: str | None        # the optimizer's name for the parameter
+    place: str              # in the optimizer: "group 0, parameter 3"
     dtype: torch.dtype
     elements: int
-    counts: Tensor          # of inf and of NaN
+    counts: Tensor          # of inf, of NaN
 
 
 def count_nonfinite(optimizer: torch.optim.Optimizer) -> list[Counted]:
-    """Count inf and NaN in every gradient of the optimizer, finite ones included. Never syncs."""
-    masters = masters_of(optimizer)  # the model knows the names of its own parameters
-    own = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
-    found = []
+    """Count inf and NaN in every gradient of the optimizer, finite ones included. Never synchronizes."""
+    masters = masters_of(optimizer)     # the model has names for its own parameters, not for their masters
+    of_model = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
+    gradients = []
     for name, place, param in places(optimizer):
         for tensors in collect([param]).by_device.values():
             grad: Any = param.grad
             counts = [torch.stack((tensor.isinf().sum(), tensor.isnan().sum())) for tensor in tensors]
-            found += [Counted(own.get(param, param), name, place, grad.dtype, grad.numel(), each) for each in counts]
-    return found
+            counted_for = of_model.get(param, param)
+            gradients += [Counted(counted_for, name, place, grad.dtype, grad.numel(), pair) for pair in counts]
+    return gradients
 
 
 class NonFiniteGradient(NamedTuple):
-    """One parameter whose gradient was not finite.
+    """A parameter whose gradient was not finite.
 
-    `name` comes from the model, or from an optimizer made with `named_parameters()`; else it reads `group 0, parameter
-    3`. Complex elements count once per part.
+    Args:
+        name: the model's name for it, or that of an optimizer made with `named_parameters()`, else "group 0,
+            parameter 3".
+        inf: number of elements that are inf; real and imaginary parts count each.
+        nan: number of elements that are NaN, likewise.
+        elements: number of elements of the gradient.
+        dtype: dtype of the gradient.
     """
 
     name: str
@@ -61,13 +67,17 @@ class NonFiniteGradient(NamedTuple):
 
 
 class OverflowReport(tuple[NonFiniteGradient, ...]):
-    """The offending parameters of one skipped step, in reverse of the order in which they are registered.
+    """The parameters with non-finite gradients in one skipped step, in reverse registration order.
 
-    The first is where backward began to be not finite, if it goes through the model in that order.
+    If backward goes through the model in this order, the first is where inf or NaN began.
+
+    Args:
+        iterable: the `NonFiniteGradient`s.
 
     Attributes:
-        finite_down_to: the parameter just before the first, still finite; None where nothing was finite before.
-        named: False where a parameter has no name but its place in an optimizer.
+        finite_down_to: name of the parameter just before the first one, whose gradient was finite; None if there is
+            none.
+        named: whether all parameters have names, not only places in an optimizer.
     """
 
     finite_down_to: str | None = None
@@ -88,32 +98,35 @@ class OverflowReport(tuple[NonFiniteGradient, ...]):
             lines.append(f"  and {len(self) - _SHOWN} more")
         if not self.named:
             lines.append("for names call overflow_report(model), or make the optimizer with model.named_parameters()")
-        lines.append("by registration, from the last; debugging.find_nonfinite finds where it began in any model")
+        lines.append(
+            "parameters are listed in reverse registration order; debugging.find_nonfinite locates the operator"
+        )
         return "\n".join(lines)
 
 
 def _module(name: str) -> str:
-    """The path of a parameter's module; for one of the model itself or without a name, its own name."""
+    """The path of a parameter's module; if it has none, the parameter's name."""
     return name.rpartition(".")[0] or name
 
 
-def report(counted: Sequence[Counted], model: torch.nn.Module | None) -> OverflowReport:
-    """The report on all gradients that were counted, finite ones included. One host read."""
+def report(gradients: Sequence[Counted], model: torch.nn.Module | None) -> OverflowReport:
+    """The report on all counted gradients, finite ones included. Reads the device once."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
-    order = {key: place for place, key in enumerate(names)}
-    counts = [moved(each.counts, counted[0].counts.device) for each in counted]
+    order = {key: position for position, key in enumerate(names)}
+    counts = [moved(gradient.counts, gradients[0].counts.device) for gradient in gradients]
     numbers = torch.stack(counts).tolist() if counts else []
-    found = {id(each.param): (each, *both) for each, both in zip(counted, numbers, strict=True)}
-    bad: list[NonFiniteGradient] = []
+    counted = zip(gradients, numbers, strict=True)
+    by_param = {id(gradient.param): (gradient, inf, nan) for gradient, (inf, nan) in counted}
+    nonfinite: list[NonFiniteGradient] = []
     finite_down_to = None
-    for key in sorted(found, key=lambda key: order.get(key, -1))[::-1]:
-        each, inf, nan = found[key]
-        name = names.get(key) or each.name or each.place
+    for key in sorted(by_param, key=lambda key: order.get(key, -1))[::-1]:
+        gradient, inf, nan = by_param[key]
+        name = names.get(key) or gradient.name or gradient.place
         if inf or nan:
-            bad.append(NonFiniteGradient(name, inf, nan, each.elements, each.dtype))
-        elif not bad:
+            nonfinite.append(NonFiniteGradient(name, inf, nan, gradient.elements, gradient.dtype))
+        elif not nonfinite:
             finite_down_to = name
-    answer = OverflowReport(bad)
+    answer = OverflowReport(nonfinite)
     answer.finite_down_to = finite_down_to
-    answer.named = all(key in names or each.name is not None for key, (each, *_) in found.items())
+    answer.named = all(key in names or gradient.name is not None for key, (gradient, _, _) in by_param.items())
     return answer

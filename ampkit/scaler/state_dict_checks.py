@@ -1,4 +1,4 @@
-"""What a scaler's `state_dict` may hold, converted and checked entry by entry before anything is loaded."""
+"""Checks of a scaler's `state_dict`: every entry is converted and checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ampkit.user_code import warn_user
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 OWN_KEY = "ampkit"
 COUNTERS = ScaleState._fields[2:]
-_PLAIN = DynamicLossScale()
-# Counting continues from these, in int32 and int64 on the device: half of the range, or float64's, leaves room.
+_DEFAULT = DynamicLossScale()
+# Saved counts continue on the device, in int32 and int64: half of int32's range, and float64's, leave enough to go on.
 _MOST_IN_A_ROW = 2**30
 _MOST_IN_TOTAL = 2**53
 
 
 @dataclass(frozen=True)
 class Loadable:
-    """A saved state, checked: the strategy to go on with, the scale within its bounds, and counts."""
+    """A checked state: the strategy to continue with, the scale within its bounds, counters, counts and norms."""
 
     rule: LossScale
     scale: float
@@ -34,41 +34,41 @@ class Loadable:
 
 
 def loadable(state_dict: Any, rule: LossScale) -> Loadable:
-    """The state that `state_dict` describes, for a scaler with this strategy. Changes nothing.
+    """The state that `state_dict` describes, for a scaler with the strategy `rule`. Changes nothing.
 
     Warns about unknown entries, and about a strategy of another kind, whose numbers are ignored.
 
     Raises:
-        RuntimeError: an empty dict, as a disabled scaler saves it.
-        KeyError: missing entries, all of them named.
-        TypeError: an entry of another type.
-        ValueError: a number out of range, or an entry of ampkit's own that this version does not know.
+        RuntimeError: `state_dict` is empty, as that of a disabled scaler.
+        KeyError: entries are missing; the message names them.
+        TypeError: an entry has another type.
+        ValueError: a number is out of range, or this version does not know one of ampkit's own entries.
     """
-    given = _mapping(state_dict, "scaler")
-    if not given:
+    entries = _mapping(state_dict, "scaler")
+    if not entries:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
-    missing = [key for key in TORCH_KEYS if key not in given]
-    if "loss_scaler0" in given:
+    missing = [key for key in TORCH_KEYS if key not in entries]
+    if "loss_scaler0" in entries:
         raise KeyError("the scaler's state dict is that of Apex's amp; expected ampkit.amp.load_state_dict to load it")
     if missing:
         raise KeyError(f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(TORCH_KEYS)}")
-    own = _mapping(given.get(OWN_KEY, {}), OWN_KEY, ("loss_scale", "counters", "totals", "norms"))
+    own = _mapping(entries.get(OWN_KEY, {}), OWN_KEY, ("loss_scale", "counters", "totals", "norms"))
     saved = scales.from_dict(_mapping(own["loss_scale"], "loss_scale")) if "loss_scale" in own else None
-    plain = {name: given[name] for name in TORCH_KEYS[1:4]}
-    base = saved if isinstance(saved, DynamicLossScale) else rule if isinstance(rule, DynamicLossScale) else _PLAIN
-    dynamic = replace(base, **plain)    # checks the three numbers, also where they are not used
-    saved_scale = usable_scale(given["scale"], "the saved scale")
-    tracker = _whole(given["_growth_tracker"], "_growth_tracker", _MOST_IN_A_ROW)
+    base = next((strategy for strategy in (saved, rule) if isinstance(strategy, DynamicLossScale)), _DEFAULT)
+    # Checks torch's three numbers, even if they are not used.
+    dynamic = replace(base, **{name: entries[name] for name in TORCH_KEYS[1:4]})
+    saved_scale = usable_scale(entries["scale"], "the saved scale")
+    tracker = _whole(entries["_growth_tracker"], "_growth_tracker", _MOST_IN_A_ROW)
     counters = _counts(own.get("counters", {}), "counters", COUNTERS, _MOST_IN_A_ROW)
     totals = _counts(own.get("totals", {}), "totals", COUNTS, _MOST_IN_TOTAL)
     norms = _norms(own.get("norms", []))
-    unknown = sorted(set(map(str, given)) - {*TORCH_KEYS, OWN_KEY})
+    unknown = sorted(set(map(str, entries)) - {*TORCH_KEYS, OWN_KEY})
     if unknown:
         warn_user(f"ignored unknown entries in the scaler's state dict: {unknown}")
     if saved is not None and saved.kind != rule.kind:
-        warn_user(f"the checkpoint was saved with {saved}; this scaler keeps {rule}, as the script says")
+        warn_user(f"the checkpoint was saved with {saved}; this scaler keeps {rule}, its own strategy")
     elif isinstance(rule, DynamicLossScale):
         rule = dynamic
     elif saved is not None:
@@ -80,7 +80,7 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
 
 
 def usable_scale(value: Any, name: str) -> float:
-    """The value, if it is a number that can multiply losses. Raises `TypeError` or `ValueError` where it is not."""
+    """The value as a float; `TypeError` or `ValueError` if it is no number that can multiply losses."""
     number = scales.number(value, name)
     if not 0.0 < number <= sys.float_info.max:
         raise ValueError(f"{name} is {value}; expected a positive finite number: it multiplies every loss")
@@ -88,33 +88,36 @@ def usable_scale(value: Any, name: str) -> float:
 
 
 def _whole(value: Any, name: str, most: int) -> int:
+    """A saved count as an integer from 0 to `most`."""
     number = scales.number(value, f"the saved {name}")
     if number != number or not 0 <= number <= most or number != int(number):
         raise ValueError(f"the saved {name} is {value!r}; expected a whole number from 0 to {most}")
     return int(number)
 
 
-def _counts(saved: Any, what: str, known: Collection[str], most: int) -> dict[str, int]:
-    return {name: _whole(value, f"{name} of {what!r}", most) for name, value in _mapping(saved, what, known).items()}
+def _counts(saved: Any, entry: str, known: Collection[str], most: int) -> dict[str, int]:
+    """An entry that maps known names to counts."""
+    return {name: _whole(value, f"{name} of {entry!r}", most) for name, value in _mapping(saved, entry, known).items()}
 
 
 def _norms(saved: Any) -> list[list[Any]]:
     """For each optimizer the number of its parameters, of their elements, and its norms, for `TimesMedian`."""
-    found = []
-    for each in saved if isinstance(saved, list) else [saved]:
-        if not isinstance(each, list) or len(each) != 3 or not isinstance(each[2], list):
+    checked = []
+    for optimizer in saved if isinstance(saved, list) else [saved]:
+        if not isinstance(optimizer, list) or len(optimizer) != 3 or not isinstance(optimizer[2], list):
             raise TypeError(
-                f"the saved 'norms' have {each!r}; expected a list for each optimizer: the number of its parameters, "
-                "of their elements, and a list of norms"
+                f"the saved 'norms' have {optimizer!r}; expected a list for each optimizer: the number of its "
+                "parameters, of their elements, and a list of norms"
             )
-        *size, norms = each
+        *size, norms = optimizer
         if not all(0.0 <= scales.number(norm, "a saved norm") <= scales.LARGEST_SCALE for norm in norms):
-            raise ValueError("the saved 'norms' have one that is negative, inf or NaN; expected finite ones from 0 on")
-        found.append([*(_whole(count, "size of 'norms'", _MOST_IN_TOTAL) for count in size), list(map(float, norms))])
-    return found
+            raise ValueError("a saved norm in 'norms' is negative, inf or NaN; expected finite numbers from 0 up")
+        checked.append([*(_whole(count, "size of 'norms'", _MOST_IN_TOTAL) for count in size), list(map(float, norms))])
+    return checked
 
 
 def _mapping(value: Any, name: str, known: Collection[str] | None = None) -> Mapping[Any, Any]:
+    """The value, if it is a mapping; with `known`, one without other keys."""
     if not isinstance(value, Mapping):
         raise TypeError(f"the saved {name!r} is {value!r}; expected a dict, as GradScaler.state_dict() returns it")
     unknown = [] if known is None else sorted(map(str, set(value) - set(known)))

@@ -74,12 +74,12 @@ def test_uncoalesced_gradients_stay_so_unless_asked() -> None:
     gradients = collect([param])
     found = {CPU: torch.zeros(())}
     check_finite(gradients, torch.ones(()), found)
-    assert (found[CPU], param.grad.is_coalesced()) == (0.0, False)
+    assert (found[CPU].item(), param.grad.is_coalesced()) == (0.0, False)
     check_finite(gradients, torch.tensor(2e38), found)       # finite apart, not added up
-    assert found[CPU] == 1.0
+    assert found[CPU].item() == 1.0
     found = {CPU: torch.zeros(())}
     check_finite(collect([with_grad(sparse([0, 0], [6e4, 6e4], dtype=torch.float16))]), torch.ones(()), found)
-    assert found[CPU] == 1.0
+    assert found[CPU].item() == 1.0
     assert collect([param], coalesce=True).duplicated == []
     assert param.grad.is_coalesced()
     assert param.grad.to_dense().tolist() == [3.0, 0.0, 0.0, 0.0]

@@ -98,7 +98,7 @@ class Steps(RuleBasedStateMachine):
             kept, optimizer._caches = optimizer._caches, {}
             fresh = self.noted_step(self.capturing)
             optimizer._caches = kept
-        assert [one.kernel for one in found] == [one.kernel for one in fresh]
+        assert [launch.kernel for launch in found] == [launch.kernel for launch in fresh]
         for ours, other in zip(found, fresh, strict=True):
             assert ours.arguments == other.arguments
             assert ours.options == other.options
@@ -208,8 +208,7 @@ def test_what_is_kept_is_used_and_gradients_are_not_kept(kind: str, monkeypatch:
         for _ in range(3):
             step()
     looks = found.copy()
-    assert looks
-    assert all(looks)
+    assert looks == [True] * len(looks) != []
     optimizer.impl = "reference"
     step()
     assert found == looks
@@ -255,7 +254,7 @@ def test_a_group_on_two_devices_has_tables_for_each(monkeypatch: pytest.MonkeyPa
                 param.grad = torch.ones_like(param)
             optimizer.step()
             assert len(made) == (0 if step else 2)
-            assert [one.kernel for one in found] == ["prepare_kernel", "adamw_kernel"] * 2
+            assert [launch.kernel for launch in found] == ["prepare_kernel", "adamw_kernel"] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")
@@ -270,7 +269,7 @@ def test_a_compiled_step_is_compiled_once() -> None:
             found.clear()
             step()
             compiled.append(counters["frames"]["total"])
-            assert [one.kernel for one in found] == ["prepare_kernel", "adamw_kernel"]
+            assert [launch.kernel for launch in found] == ["prepare_kernel", "adamw_kernel"]
             assert found[1].arguments[1][1] == param.grad.data_ptr()
     assert len(set(compiled[2:])) == 1, compiled
 
@@ -324,7 +323,7 @@ def test_groups_of_equal_shapes_have_tables_of_their_own_that_end_with_the_optim
             found.clear()
             optimizer.step()
             assert len(sent) == 4, step
-            steps = [one.arguments[1][:2] for one in found if one.kernel in ("adamw_kernel", "sgd_kernel")]
+            steps = [launch.arguments[1][:2] for launch in found if launch.kernel in ("adamw_kernel", "sgd_kernel")]
             assert steps == [[p.data_ptr(), g.data_ptr()] for p, g in zip(params, grads, strict=True)]
     assert not pointer_table._per_thread.tables
     ended = [weakref.ref(launch.table) for cache in optimizer._caches.values() for launch in cache._launches]
@@ -343,4 +342,4 @@ def test_a_captured_step_warns_once_of_a_learning_rate_that_the_host_holds() -> 
         with pytest.warns(UserWarning, match=r"AdamW.step\(\) is captured in a CUDA graph with") as found:
             optimizer.step()
         optimizer.step()
-    assert [one.filename for one in found] == [__file__]
+    assert [warning.filename for warning in found] == [__file__]

@@ -37,10 +37,10 @@ def test_scaled_steps_equal_torchs_unscaled_ones(pair: str, dtype: torch.dtype, 
     for step in range(100 if dtype is torch.float32 else 20):
         train(mine, params, [step], SKIPPED, scale=1024.0)
         if step in SKIPPED:
-            assert all(bool(p.grad.isinf().all()) for p in params if p.grad is not None)
+            assert [bool(p.grad.isinf().all()) for p in params if p.grad is not None].count(False) == 0, step
         else:
             train(reference, others, [step])
-    assert all(map(torch.equal, params, others))
+    torch.testing.assert_close(params, others, rtol=0, atol=0)
 
 
 @BOTH
@@ -70,7 +70,8 @@ def test_kernel_path_over_many_steps(pair: str) -> None:
             train(mine, params, [step], SKIPPED, scale=1024.0)
         assert not [read for read in reads if "_local_scalar_dense" in read]
         # autograd is notified
-        assert all(p._version > v for p, v in zip(params, versions, strict=True) if p.grad is not None)
+        unchanged = [i for i, p in enumerate(params) if p.grad is not None and p._version <= versions[i]]
+        assert unchanged == [], "versions of these parameters"
         if step not in SKIPPED:
             train(reference, others, [step])
     torch.testing.assert_close(params, others, rtol=0, atol=25 * 2.0**-22)
@@ -162,7 +163,7 @@ def test_closures_and_missing_gradients(cls: type, impl: str) -> None:
     optimizer.grad_multiplier, optimizer.grad_scale = torch.tensor(0.5), torch.tensor(4.0)
     optimizer.step()
     assert not torch.equal(params[0], before[0])
-    assert all(map(torch.equal, params[1:], before[1:]))
+    assert [param.tolist() for param in params[1:]] == [value.tolist() for value in before[1:]]
 
 
 def test_copies_pickles_and_loaded_states_keep_impl_and_copies() -> None:
@@ -247,7 +248,7 @@ def test_a_default_device_changes_no_state(pair: str, impl: str) -> None:
     with torch.device("meta"):
         optimizer.step()
         optimizer.step()
-    assert all(value.device.type == "cpu" for value in optimizer.state[param].values())
+    assert {value.device.type for value in optimizer.state[param].values()} <= {"cpu"}
     assert not torch.equal(param, torch.ones(3))
 
 

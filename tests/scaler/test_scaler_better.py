@@ -59,7 +59,7 @@ def test_an_optimizer_without_gradients_is_left_alone_and_stops_no_other(cls) ->
 
 @BETTER
 def test_fused_sgd_momentum_survives_an_overflow_in_its_first_step(cls, monkeypatch) -> None:
-    """torch leaves the momentum buffer uninitialised when the kernel returns early, and uses it afterwards."""
+    """torch leaves the momentum buffer uninitialized when the kernel returns early, and uses it afterwards."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(math.nan))  # poison
     params = []

@@ -94,7 +94,7 @@ class Run:
         saved = self.scaler.state_dict()
         saved.pop("ampkit", None)
         grads = [[param.grad for param in params] for params in self.params]
-        states = [[dict(one.state[param]) for param in one.param_groups[0]["params"]] for one in self.optimizers]
+        states = [[dict(each.state[param]) for param in each.param_groups[0]["params"]] for each in self.optimizers]
         return [self.params, grads, states, saved, self.held]
 
 
