@@ -64,13 +64,13 @@ other-suites: $(STAMP) ## other projects' precision tests with ampkit in torch's
 
 check: lint types kernels-check test ## all of the above checks: what CI runs
 
-# Each file of tests/hostile is a harness and gets its share of the time.
+# Each file of tests/stress is a harness and gets its share of the time.
 SOAK_SECONDS ?= 3600
-soak: $(STAMP) ## the fuzzers of tests/hostile for an hour (SOAK_SECONDS), with a seed that they print
-	@files=$$(ls tests/hostile/test_*.py | wc -l); seconds=$$(($(SOAK_SECONDS) / files)); \
+soak: $(STAMP) ## the fuzzers of tests/stress for an hour (SOAK_SECONDS), with a seed that they print
+	@files=$$(ls tests/stress/test_*.py | wc -l); seconds=$$(($(SOAK_SECONDS) / files)); \
 	seed=$${AMPKIT_SOAK_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
 	echo "==> soak: $$files harnesses, $$seconds s each, AMPKIT_SOAK_SEED=$$seed"; \
-	AMPKIT_SOAK_SECONDS=$$seconds AMPKIT_SOAK_SEED=$$seed $(BIN)/python -m pytest -s -p no:xdist --timeout=0 tests/hostile $(ARGS)
+	AMPKIT_SOAK_SECONDS=$$seconds AMPKIT_SOAK_SEED=$$seed $(BIN)/python -m pytest -s -p no:xdist --timeout=0 tests/stress $(ARGS)
 
 bench: $(STAMP) ## measure; see docs/performance.md
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -208,7 +208,7 @@ def test_dict_is_plain():
 
 
 def test_dict_that_is_no_policy():
-    """`hostile/test_policy_data.py` draws many more."""
+    """`stress/test_policy_data.py` draws many more."""
     for changes, message in (
         ({"version": 2}, r"not a policy: unknown keys \['version'\]; expected 'base'"),
         ({"base": ["torch"]}, r"unknown policy base \['torch'\]"),

@@ -127,7 +127,7 @@ def test_numbers_of_other_classes_become_pythons_own() -> None:
     *(({"norms": [[1, 1, norms]]}, (TypeError, ValueError), "saved") for norms in (1.0, ["1"], [-1.0], [NAN], [1e39])),
 ])
 def test_bad_entries_of_a_saved_state(own, error, message) -> None:
-    """Any entry of any kind: hostile/test_scaler_state.py."""
+    """Any entry of any kind: stress/test_scaler_state.py."""
     scaler: Any = started(GradScaler, 4.0, skip_above=TimesMedian(3.0))
     before = scaler.state_dict()
     saved = {**before, "scale": 8.0, "ampkit": {**before["ampkit"], **own}}

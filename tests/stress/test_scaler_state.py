@@ -1,4 +1,4 @@
-"""Scalers under hostile use: broken checkpoints. Calls in any order are in scaler/test_scaler_lockstep.py."""
+"""Scalers that load damaged checkpoints. Calls in any order are in scaler/test_scaler_lockstep.py."""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ampkit import DynamicLossScale, GradScaler, NoOpLossScale, StaticLossScale
-from tests.hostile.budget import damage, rounds
+from tests.stress.budget import damage, rounds
 
 CASES = 400
 STRANGE: list[Any] = [

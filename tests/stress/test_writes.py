@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ampkit import WeightCache, autocast, clear_autocast_cache
-from tests.hostile.budget import rounds
+from tests.stress.budget import rounds
 
 pytestmark = pytest.mark.timeout(300 + float(os.environ.get("AMPKIT_SOAK_SECONDS") or 0))
 

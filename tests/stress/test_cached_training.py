@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampkit.optim
 from ampkit import GradScaler, WeightCache, autocast
-from tests.hostile.budget import rounds
+from tests.stress.budget import rounds
 
 pytestmark = pytest.mark.timeout(300 + float(os.environ.get("AMPKIT_SOAK_SECONDS") or 0))
 

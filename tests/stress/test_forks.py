@@ -20,7 +20,7 @@ import torch
 
 from ampkit import Policy, Rule, WeightCache, autocast
 from tests.helpers.regions import like_torch
-from tests.hostile.budget import rounds
+from tests.stress.budget import rounds
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),

@@ -14,7 +14,7 @@ from torch import nn
 from ampkit import Policy, Rule, autocast
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.policy import registered
-from tests.hostile.budget import damage, rounds
+from tests.stress.budget import damage, rounds
 
 OPERATORS = ["aten::mm", "aten::gelu", "softmax.int", "addcmul", "aten::relu", "sum.dim_IntList",
              "aten::__and__.Scalar"]
