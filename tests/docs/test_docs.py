@@ -8,7 +8,6 @@ import io
 import pkgutil
 import re
 import runpy
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +158,3 @@ def test_links_inside_the_repository_lead_somewhere() -> None:
                 continue
             broken.append(f"{path.name}: {found['target']}")
     assert not broken
-
-
-def test_tests_that_documents_name_exist() -> None:
-    """As `test_file::test_name` in the differences, as `folder/test_file.py::name` among the guarantees."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
-    wrong = []
-    for page in (ROOT / "docs" / "differences.md", ROOT / "tests" / "GUARANTEES.md"):
-        for quoted in re.findall(r"`([^`]*\btest_[^`]*)`", page.read_text(encoding="utf-8")):
-            stem, _, name = quoted.rpartition("/")[2].replace(".py", "").partition("::")
-            where = [text for other, text in texts.items() if fnmatchcase(other, stem)] or [*texts.values()]
-            name = name or ("" if len(where) < len(texts) else stem)
-            if name and not any(re.search(rf"^ *(class |def )?{name}\b", text, re.MULTILINE) for text in where):
-                wrong.append(f"{page.name}: {quoted}")
-    assert not wrong, "\n".join(wrong)
