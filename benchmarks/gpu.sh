@@ -88,7 +88,7 @@ kernels() { # the limits add up to what the half has
     stage checks 110 "$PYTHON" "${TESTS[@]}" "${chosen[@]}" "$CHECKS"
     persistent benchmarks 180 "$PYTHON" -m benchmarks "${patterns[@]}" --no-gate --out "$OUT" "${device[@]}"
     if [ ${#DRY[@]} -eq 0 ]; then
-        # This room's GPU tests are the checks above; those that compile models belong to the other half.
+        # The GPU tests besides the checks above. Those of tests/benchmarks compile models: the other half runs them.
         local files
         mapfile -t files < <(
             grep -rl 'mark\.gpu' tests --include='test_*.py' | grep -v -e "$CHECKS" -e tests/benchmarks/
