@@ -1,7 +1,7 @@
-"""What every test may rely on: seeds, one torch thread, the Triton interpreter on machines without a GPU.
+"""Settings for all tests: seeds, one torch thread, the Triton interpreter on machines without a GPU.
 
-Set before anything imports Triton, because Triton reads the variable when a kernel is decorated. A variable
-that the caller has set wins. Tests that compile kernels for real start a process without it.
+TRITON_INTERPRET is set before anything imports Triton, which reads it when a kernel is decorated. A value that the
+caller has set is kept. Tests that compile kernels ahead of time start a process without it.
 """
 
 import gc
@@ -23,7 +23,7 @@ if not HAS_CUDA:
 # do not fight for two cores. `make test` runs one pytest worker per core instead.
 torch.set_num_threads(1)
 
-# Derandomised: the same examples on every machine, so that a red run can be repeated by its name alone.
+# Derandomized: the same examples on every machine, so that a red run can be repeated by its name alone.
 # No deadline: the first example of a kernel test pays for its compilation.
 hypothesis.settings.register_profile(
     "ampkit", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=True
@@ -56,8 +56,8 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _rules_of_the_process_are_as_before() -> Iterator[None]:
-    """Those of `register_op` are taken back; of module rules without effect, a process is told once."""
+def _restored_rules() -> Iterator[None]:
+    """Take back rules of `register_op`, and forget which module rules without effect were warned of."""
     if "ampkit.region.module_hooks" in sys.modules:
         sys.modules["ampkit.region.module_hooks"]._warned.clear()
     policy = sys.modules.get("ampkit.policy.policy")
@@ -70,8 +70,8 @@ def _rules_of_the_process_are_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _accelerate_starts_afresh() -> Iterator[None]:
-    """Accelerate keeps its settings in the process, and refuses others; the Trainer uses it."""
+def _fresh_accelerate() -> Iterator[None]:
+    """Reset Accelerate, which keeps its settings in the process and refuses others; the Trainer uses it."""
     yield
     if "accelerate.state" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
@@ -82,13 +82,13 @@ def _accelerate_starts_afresh() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_region_left_open() -> Iterator[None]:
-    """Fail the test that leaves a region or a dispatch mode open, rather than every test after it."""
-    fresh = _autocast_state()
+    """Fail the test that leaves a region or a dispatch mode open, and not the tests after it."""
+    before = _autocast_state()
     yield
-    left = _autocast_state()
+    after = _autocast_state()
     depth = torch._C._len_torch_dispatch_stack()
     assert depth == 0, f"the test left {depth} dispatch mode(s) active on this thread"
-    assert left == fresh, f"the test found the autocast state {fresh} and left {left}"
+    assert after == before, f"the test began in the autocast state {before} and left {after}"
 
 
 def _autocast_state() -> tuple[object, ...]:

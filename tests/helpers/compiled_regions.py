@@ -1,4 +1,4 @@
-"""Functions with regions in them, to compile and to export: what they compute eagerly is the oracle."""
+"""Functions with regions inside, to compile and export. Their eager results are the oracle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ RULES = TORCH.with_rules({"aten::layer_norm": Rule.FLOAT32, "aten::gelu": Rule.F
 
 
 class Net(nn.Module):
-    """Matrix products around a normalisation: every policy here treats it differently."""
+    """Matrix products around a normalization: each policy here casts differently in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def plain(policy: Policy | None) -> Callable[..., Any]:
 
 
 def disabled_regions(net: Any, x: Tensor) -> Any:
-    """Regions in a region: other dtypes, disabled, and torch's own."""
+    """Regions in a region: of another dtype, disabled, and torch's."""
     with autocast("cpu", torch.bfloat16):
         y = net.first(x)
         with autocast("cpu", enabled=False):
@@ -64,7 +64,7 @@ def made_inside(net: nn.Module, x: Tensor) -> Any:
         return outputs(net, x)
 
 
-# Each makes the function for a net.
+# Each value makes the function for a net.
 INSIDE: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "torch": lambda net: plain(TORCH),
     "default": lambda net: plain(None),
@@ -79,11 +79,11 @@ INSIDE: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 def step(function: Callable[..., Any], net: nn.Module, x: Tensor) -> list[Tensor]:
     """Outputs, and the gradients of their squares by the input and every parameter."""
     x = x.clone().requires_grad_()
-    found = function(net, x)
-    found = [found] if isinstance(found, Tensor) else list(found)
-    wanted = [x, *net.parameters()]
-    gradients = torch.autograd.grad(sum(o.float().square().sum() for o in found), wanted)  # type: ignore[arg-type]
-    return [o.detach() for o in found] + list(gradients)
+    result = function(net, x)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    leaves = [x, *net.parameters()]
+    gradients = torch.autograd.grad(sum(out.float().square().sum() for out in outputs), leaves)  # type: ignore[arg-type]
+    return [out.detach() for out in outputs] + list(gradients)
 
 
 def assert_same(got: list[Tensor], wanted: list[Tensor], *, exact: bool = True) -> None:

@@ -67,7 +67,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def set_up(
     opt_level: str, model: Any = None, optimizer_of: Callable[[nn.Module], Any] = sgd, **options: Any
 ) -> tuple[Any, Any]:
-    """A model, `Net` unless one is given, and its optimizer, silently initialized."""
+    """Initialize a model (`Net` by default) and its optimizer without output, and return both."""
     model = make() if model is None else model
     return initialize(model, optimizer_of(model), opt_level, **{"verbosity": 0, **options})
 

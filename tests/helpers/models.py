@@ -1,8 +1,8 @@
 """Small models of common kinds, with random data.
 
-Nothing here imports ampkit. Every model is a plain `nn.Module`, sized by its arguments; a `Case` says how to build one,
-what to feed it and how to turn its output into a loss. Building draws from torch's global random state, so seed it.
-The decoder and the ResNet are those that the benchmarks train at full size.
+Nothing here imports ampkit. Every model is a plain `nn.Module`, sized by its arguments; a `Case` has a function that
+builds it, one that draws a batch, and a loss. Building draws from torch's global random state, so seed it. The
+benchmarks train the decoder and the ResNet at full size.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Shared by the tests of `test_module_rules` and its neighbours."""
+"""Shared by the tests of rules for modules: a model, and the dtypes that its layers computed in."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks and a head; `dtypes` tells what each linear layer computed in."""
+    """Blocks and a head; `dtypes` has the dtype that each linear layer computed in."""
 
     def __init__(self):
         super().__init__()
@@ -57,5 +57,5 @@ ALL = {"blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp", "head"}
 
 
 def only(*names):
-    """What `dtypes` gives where only these layers are in float32."""
+    """The result of `dtypes` where only these layers are in float32."""
     return {name: FP32 if name in names else BF16 for name in ALL}

@@ -14,7 +14,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Mixed(nn.Module):
-    """What the demo's models leave out: norms and softmax of low precision, and two dtypes in one `cat`."""
+    """Operators that the demo's models lack: norms and softmax of 16-bit tensors, and `cat` of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,4 +55,4 @@ def _losses(name: str, context: Callable[[], AbstractContextManager], make_scale
     run = demo.Run(demo.Record("", ""), model, optimizer, context, scaler)
     losses = [run.step(batch) for _ in range(STEPS)]
     weights = torch.cat([param.detach().flatten() for param in model.parameters()]).norm()
-    return [value.item().hex() for value in (*losses, weights)]
+    return [number.item().hex() for number in (*losses, weights)]

@@ -1,7 +1,7 @@
-"""Calls of operators to compare ampkit with torch.amp on: torch's own samples, on real and on absent devices.
+"""Calls of operators on which to compare ampkit with torch.amp: torch's own samples, on real and absent devices.
 
-torch.amp's kernels for a device answer to fake tensors that claim to live there, so a machine without a GPU can
-still say what torch.amp does on one. `Call`s are made from samples on the CPU and moved to a fake device at need.
+torch.amp's casts for a device also run on fake tensors of that device, so a machine without a GPU can show what
+torch.amp does on one. A `Call` is made from samples on the CPU and moved to a fake device where needed.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ def op_db_calls(dtype: torch.dtype, limit: int) -> Iterator[Call]:
 
 
 def seed(value: int) -> None:
-    """Seed the CPU's generator. Without the devices that `torch.manual_seed` queues a call and a stack trace for."""
+    """Seed the CPU's generator only: `torch.manual_seed` also queues a call with a stack trace for each device."""
     torch.default_generator.manual_seed(value)
 
 
 @contextlib.contextmanager
 def native(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """torch.amp for a device that need not be there; `torch.autocast` would disable itself."""
+    """torch.amp for a device that may be absent, where `torch.autocast` would disable itself."""
     state = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, dtype)
@@ -86,8 +86,8 @@ def run(
     def gradients(results: list[Any]) -> tuple[Any, ...]:
         outputs = [out for out in results if isinstance(out, torch.Tensor) and out.requires_grad]
         seed(1)
-        given = [torch.randn_like(out) for out in outputs]
-        return torch.autograd.grad(outputs, leaves, given, allow_unused=True) if outputs else ()
+        grad_outputs = [torch.randn_like(out) for out in outputs]
+        return torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True) if outputs else ()
 
     try:
         with context:
@@ -117,7 +117,7 @@ def run_fake(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two results are equal in dtype and, NaN against NaN, in every bit that arithmetic can see."""
+    """Whether two results have the same dtype and values. NaN equals NaN, and -0.0 equals 0.0."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b)
     if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
@@ -132,7 +132,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def difference(a: list[Any] | Exception, b: list[Any] | Exception) -> str | None:
-    """How two outcomes differ, in words; None if they do not. Two errors are the same outcome."""
+    """A text that says how two outcomes differ; None if they do not. Two errors are the same outcome."""
     if isinstance(a, Exception) or isinstance(b, Exception):
         if isinstance(a, Exception) and isinstance(b, Exception):
             return None

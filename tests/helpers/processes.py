@@ -1,4 +1,4 @@
-"""Code that a test runs in an interpreter of its own."""
+"""Run code in a new interpreter."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""torch.amp and ampkit side by side: one call in a region of each, and whether both do the same."""
+"""Run one call in a region of torch.amp and one of ampkit, and compare."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,13 +22,13 @@ both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
 
 
 def product(dtype: torch.dtype = FP32, device: str = "cpu") -> torch.dtype:
-    """The dtype of a product here."""
+    """The dtype of `mm` in the current region."""
     a = torch.ones(2, 2, dtype=dtype, device=device)
     return torch.mm(a, a).dtype
 
 
 def copies(call: Callable[[], Any]) -> int:
-    """How many dtype conversions a call makes; one that a cache has answered copies nothing."""
+    """The number of dtype conversions that copy in a call; a cast from the cache copies nothing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         call()
     conversions = [event for event in profile.events() or () if event.name == "aten::_to_copy"]
@@ -53,7 +53,7 @@ def like_torch(dtype: torch.dtype | None = None, **kwargs: Any) -> autocast:
 
 
 def outcome(call: Callable[[], Any], context: contextlib.AbstractContextManager[Any]) -> Any:
-    """What a call gives in a context, or the exception it raises there; the same random numbers every time."""
+    """The result of a call in a context, or the exception it raises, from the same random numbers each time."""
     torch.manual_seed(0)
     try:
         with context:
@@ -63,22 +63,23 @@ def outcome(call: Callable[[], Any], context: contextlib.AbstractContextManager[
 
 
 def on_both(call: Callable[[], Any], dtype: torch.dtype = BF16) -> Any:
-    """What a call on CPU tensors gives in ampkit's region, once torch.amp was seen to give the same to the bit.
+    """The result of a call on CPU tensors in ampkit's region, which must have the bits of torch.amp's.
 
     Where both raise, the exception is raised; where only one does, that is a failure.
     """
     theirs = outcome(call, torch.autocast("cpu", dtype))
     ours = outcome(call, like_torch(dtype))
     _raise_if_both(theirs, ours)
-    pairs = list(zip(tree_leaves(theirs), tree_leaves(ours), strict=True))
-    assert all(same(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs), (theirs, ours)
+    pairs = zip(tree_leaves(theirs), tree_leaves(ours), strict=True)
+    different = [(a, b) for a, b in pairs if not (same(a, b) if isinstance(a, torch.Tensor) else a == b)]
+    assert different == [], "(torch.amp, ampkit)"
     return ours
 
 
 def on_fake_cuda(call: Callable[[], Any], dtype: torch.dtype = FP16) -> Any:
-    """The dtypes that a call on fake CUDA tensors gives in ampkit's region, once torch.amp was seen to give them too.
+    """The result dtypes of a call on fake CUDA tensors in ampkit's region, which must be torch.amp's.
 
-    `call` makes its tensors itself, with `device="cuda"`. Exceptions as in `on_both`.
+    `call` makes its tensors itself, with `device="cuda"`. Exceptions are handled as in `on_both`.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         theirs = _dtypes(outcome(call, native("cuda", dtype)))

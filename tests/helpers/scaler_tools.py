@@ -1,4 +1,4 @@
-"""Shared vocabulary of the scaler's tests."""
+"""Shared by the scaler's tests: parameters with gradients, iterations, counts of host reads, bitwise comparison."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.op_samples import same
 
 BOTH = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler], ids=["ampkit", "torch"])
-# one that the host skips, two that skip on the device
+# The host skips the first; the others skip on the device.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "ordinary": lambda params: torch.optim.AdamW(params, lr=0.1),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
@@ -22,7 +22,7 @@ READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defaul
 
 
 class count_reads(TorchDispatchMode):
-    """The operators run inside that hand a value to the host: where a GPU would be waited for."""
+    """List the operators run inside that hand a value to the host: each would wait for a GPU."""
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -37,14 +37,14 @@ class count_reads(TorchDispatchMode):
 
 
 def started(cls: Any = GradScaler, *arguments: Any, device: str = "cpu", **options: Any) -> Any:
-    """A scaler whose scale is on the device already."""
+    """A scaler that has scaled a loss, so its scale is on the device."""
     scaler = cls(device, *arguments, **options)
     scaler.scale(torch.ones((), device=device, requires_grad=True))
     return scaler
 
 
 def one_parameter(value: float = 1.0, grad: float | None = None, **options: Any) -> Any:
-    """A parameter, its SGD optimizer, and a gradient that is taken as already scaled."""
+    """A parameter and its SGD optimizer. The gradient, if there is one, counts as scaled."""
     param = torch.nn.Parameter(torch.tensor([value], **options))
     if grad is not None:
         param.grad = torch.tensor([grad], **options)
@@ -65,8 +65,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def iterate(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *grads: float | None) -> None:
-    """Step and update; before that put a gradient of one value, taken as scaled, or None, on each parameter in order.
-    """
+    """Give the parameters, in order, gradients of one value each (which count as scaled) or None; step and update."""
     for param, grad in zip(parameters(optimizer), grads, strict=False):
         param.grad = None if grad is None else torch.full_like(param, grad)
     scaler.step(optimizer)
@@ -74,7 +73,7 @@ def iterate(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *gra
 
 
 def clip(scaler: Any, optimizer: torch.optim.Optimizer, *limits: Any, by: str = "norm") -> Any:
-    """Unscale and clip in one, with torch's scaler by torch's two calls; returns the norm."""
+    """Unscale and clip: one call of ampkit's scaler, two of torch's. Returns the norm."""
     name = f"clip_grad_{by}_"
     if isinstance(scaler, GradScaler):
         return getattr(scaler, name)(optimizer, *limits)

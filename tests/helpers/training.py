@@ -1,11 +1,11 @@
-"""Training in torch.autocast with torch's scaler, and in ampkit with torch's list and its scaler: the same bits.
+"""Train with torch.autocast and torch's scaler, and with ampkit under torch's list, and compare all bits.
 
-A model is given as a function that builds it, and one that draws a batch and returns its loss: `build` and `loss_of` of
-a `Case`.
+A model is a function that builds it and one that draws a batch and returns its loss: `build` and `loss_of` of a `Case`.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +31,9 @@ def train(
     micro_batches: int = 1,
     scaler_class: Any = torch.amp.GradScaler,
 ) -> dict[str, Tensor]:
-    """The loss and every gradient of each step, then the parameters and buffers; of a DTensor this rank's part.
+    """The losses and gradients of each step, and the final parameters and buffers; of a DTensor this rank's part.
 
-    `seed` is that of batches and dropout; models start alike.
+    `seed` is for batches and dropout; models always start alike.
     """
     torch.manual_seed(0)
     model = build()
@@ -55,7 +55,8 @@ def train(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert all(value.isfinite() for name, value in found.items() if name.startswith("loss"))
+    losses = {name: loss.item() for name, loss in found.items() if name.startswith("loss")}
+    assert {name: loss for name, loss in losses.items() if not math.isfinite(loss)} == {}
     found |= model.state_dict()
     return {name: value.to_local() if hasattr(value, "to_local") else value for name, value in found.items()}
 
@@ -68,7 +69,7 @@ def trains_as_torch(
     cache: WeightCache | None = None,
     **settings: Any,
 ) -> None:
-    """All that training computes has the same dtype and the same bits, and nothing is missing. 0.0 and -0.0 differ."""
+    """Assert that both trainings give the same names, dtypes and bits. 0.0 and -0.0 differ."""
 
     def bits(value: Tensor) -> Tensor:
         return value.detach().contiguous().reshape(-1).view(torch.uint8)

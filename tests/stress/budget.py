@@ -1,4 +1,4 @@
-"""What the harnesses share: rounds, the same in every run of the tests and as many as told in a soak, and damage."""
+"""Shared by the harnesses: rounds of random numbers, fixed in a test run and many in a soak, and damage to data."""
 
 import copy
 import os
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def rounds(name: str, n: int) -> Iterator[random.Random]:
-    """One generator of random numbers for each of `n` rounds, the same every time.
+    """A generator of random numbers for each of `n` rounds, the same in every run.
 
-    In a soak as many as fit into `AMPKIT_SOAK_SECONDS`, from `AMPKIT_SOAK_SEED`; `make soak` sets both. Prints the
-    seed that makes the same rounds.
+    In a soak there are as many rounds as fit into `AMPKIT_SOAK_SECONDS`, from the seed `AMPKIT_SOAK_SEED`; `make soak`
+    sets both. Prints the seed, which repeats the rounds.
     """
     seconds, seed = os.environ.get("AMPKIT_SOAK_SECONDS"), int(os.environ.get("AMPKIT_SOAK_SEED", 0))
     print(f"{name}: AMPKIT_SOAK_SEED={seed}")
@@ -23,12 +23,12 @@ def rounds(name: str, n: int) -> Iterator[random.Random]:
 
 
 def damage(state: Any, draw: random.Random, strange: Sequence[Any]) -> None:
-    """Change one to three entries of nested dicts and lists: dropped, added, swapped for another, or for `strange`."""
+    """Change one to three entries of nested dicts and lists: dropped, added, replaced by another or by `strange`."""
     for _ in range(draw.choice((1, 1, 2, 3))):
         entries = list(_entries(state))
         if not entries:
             return
-        (holder, key), (other, elsewhere), value = draw.choice(entries), draw.choice(entries), draw.choice(strange)
+        (holder, key), (source, source_key), value = draw.choice(entries), draw.choice(entries), draw.choice(strange)
         match draw.randrange(6):
             case 0:
                 del holder[key]
@@ -37,7 +37,7 @@ def damage(state: Any, draw: random.Random, strange: Sequence[Any]) -> None:
             case 1:
                 holder[draw.choice([name for name in strange if isinstance(name, Hashable)])] = value
             case 2:
-                holder[key] = copy.deepcopy(other[elsewhere])
+                holder[key] = copy.deepcopy(source[source_key])
             case _:
                 holder[key] = value
 

@@ -1,7 +1,7 @@
-"""Random training programs with a `WeightCache`: bits are those of a run without.
+"""Random training programs have the same bits with a `WeightCache` as without.
 
-The models tie, freeze and checkpoint weights; between steps weights are replaced, frozen, copied and evaluated in
-every grad mode, and steps are skipped.
+The models tie, freeze and checkpoint weights. Between steps weights are replaced, frozen, copied and evaluated in every
+grad mode, and steps are skipped.
 """
 
 import copy
@@ -31,7 +31,7 @@ OPTIMIZERS: list[Callable[[Iterable[Tensor]], Any]] = [
 
 
 class Model(nn.Module):
-    """Linear layers, some tied or frozen, under a checkpoint or none; its last layer is a bare parameter."""
+    """Linear layers, some tied or frozen, with or without a checkpoint; the head is a bare parameter."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def trained(seed: int, cache: WeightCache | None) -> list[Tensor]:
-    """All that 20 random events compute, and the parameters at the end; the same events for the same seed."""
+    """The results of 20 random events and the final parameters. The same seed gives the same events."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     model, seen = Model(draw), list[Tensor]()

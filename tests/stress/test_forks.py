@@ -1,7 +1,7 @@
-"""A process that forks while its threads enter regions: the child has their locks, and none of the threads.
+"""A process that forks while its threads enter regions: the child has copies of their locks, but not the threads.
 
-The child has a model of its own, of pointwise operators: parameters have a lock in autograd, and matrix products have
-some in oneDNN, which no child gets back if another thread holds them.
+The child trains a new model of pointwise operators. Parameters have locks in autograd and matrix products have locks in
+oneDNN, which no child can release if another thread held them.
 """
 
 import faulthandler
@@ -31,7 +31,7 @@ TURN = 0
 
 
 def regions() -> torch.nn.Module:
-    """A model that went through every lock that regions take: of caches, marks, hooks and kernels."""
+    """A model that has taken every lock of regions: of caches, policy marks, hooks and registration."""
     global TURN
     TURN += 1
     net = torch.nn.Sequential(torch.nn.PReLU(), torch.nn.PReLU())
@@ -44,7 +44,7 @@ def regions() -> torch.nn.Module:
 
 
 def train() -> None:
-    """What a child does."""
+    """The work of a child: one step."""
     net = regions()
     with autocast("cpu"):
         net(torch.ones(2, 2)).sum().backward()
@@ -52,12 +52,12 @@ def train() -> None:
 
 
 def in_a_child(call: Callable[[], object], seconds: float = 20.0) -> int | None:
-    """Call in a forked child; 0 if it returned, None if it hung, and then it has written where."""
+    """Call in a forked child. Returns 0, or None if it hung; its stack is then on stderr."""
 
     def run() -> None:
         faulthandler.dump_traceback_later(seconds * 0.7, file=2)
         call()
-        os._exit(0)     # what ends with an interpreter would wait for threads
+        os._exit(0)     # exit handlers of the interpreter would wait for threads
 
     child = get_context("fork").Process(target=run)
     child.start()
@@ -70,7 +70,7 @@ def in_a_child(call: Callable[[], object], seconds: float = 20.0) -> int | None:
 
 @contextmanager
 def threads_that(call: Callable[[], object], n: int) -> Iterator[None]:
-    """Threads that call over and over, and that have raised nothing."""
+    """Threads that repeat a call; raises what they raised."""
     stop = threading.Event()
 
     def loop() -> None:
@@ -83,7 +83,7 @@ def threads_that(call: Callable[[], object], n: int) -> Iterator[None]:
             yield
         finally:
             stop.set()
-    assert [each.result() for each in loops] == [None] * n
+    assert [future.result() for future in loops] == [None] * n
 
 
 def test_a_child_forked_amid_regions_can_train() -> None:
@@ -101,7 +101,7 @@ def test_a_child_forked_amid_regions_can_train() -> None:
 
 
 def test_no_child_is_forked_while_torchs_cache_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch clears it under a mutex of its own, and without Python's lock: a child would have the mutex, locked."""
+    """torch clears it under a C++ mutex and without Python's lock: a child would have a copy of the locked mutex."""
     mutex, inside = threading.Lock(), threading.Event()
 
     def clear() -> None:
@@ -122,7 +122,7 @@ def test_no_child_is_forked_while_torchs_cache_is_cleared(monkeypatch: pytest.Mo
 
 
 def test_a_thread_of_a_child_can_fork() -> None:
-    """As in a server that forks workers whose request threads start processes."""
+    """As in a server with forked workers whose request threads start processes."""
 
     def fork_in_a_thread() -> None:
         codes: list[int] = []
@@ -143,7 +143,7 @@ def test_a_thread_of_a_child_can_fork() -> None:
 
 
 class Products(torch.utils.data.Dataset[torch.Tensor]):
-    """Items that a region in the worker would cast, and whether the worker is in one."""
+    """Products that a region in the worker would cast, and whether the worker is in a region."""
 
     def __len__(self) -> int:
         return 4
@@ -157,6 +157,6 @@ def test_a_forked_worker_has_the_region_of_the_thread_that_forked_it() -> None:
     for region in (torch.autocast("cpu"), like_torch()):
         loader = torch.utils.data.DataLoader(Products(), 2, num_workers=1, multiprocessing_context="fork")
         with region:
-            found = list(loader)
-        assert [flag.tolist() for _, flag in found] == [[True] * 2] * 2
-        assert {value.dtype for value, _ in found} == {torch.bfloat16}
+            batches = list(loader)
+        assert [in_region.tolist() for _, in_region in batches] == [[True] * 2] * 2
+        assert {product.dtype for product, _ in batches} == {torch.bfloat16}

@@ -1,6 +1,6 @@
-"""Ctrl-C and handlers' exceptions in entering and leaving, wherever CPython runs a signal's handler.
+"""Ctrl-C and exceptions of signal handlers while regions are entered and left, wherever CPython runs a handler.
 
-That is as a Python function begins, after a call returns, and as a loop goes back.
+Those places are the start of a Python function, the return of a call, and the jump back of a loop.
 """
 
 import dis
@@ -64,18 +64,18 @@ def checkpointed() -> None:
 
 
 def everything() -> Any:
-    """What a region may leave behind in this thread, and the policies of a region that is given none."""
+    """All state of this thread that a region may leave behind, and the policies of a region without one."""
     keys = [(dispatcher.is_included(key), dispatcher.is_excluded(key)) for key in dispatcher.KEY_NAMES]
-    found = state(), keys, dispatcher.current()
+    thread_state = state(), keys, dispatcher.current()
     with autocast("cpu", BF16):
         mode = dispatcher.current()
-    return found, None if mode is None else mode.policies, len(recording.records)
+    return thread_state, None if mode is None else mode.policies, len(recording.records)
 
 
 def interrupted(call: Callable[[], None], n: int, error: type[BaseException]) -> tuple[str, BaseException | None]:
-    """Call, with an exception at the n-th place in ampkit's code: the place, "" for none, and what came out.
+    """Call with an exception at the n-th place in ampkit's code. Returns the place, "" for none, and what was raised.
 
-    Generator expressions are spared: what is raised while one is closed Python swallows.
+    Generator expressions are left out: Python swallows an exception that is raised while one is closed.
     """
     count, place, last = 0, "", {}
 
@@ -98,19 +98,19 @@ def interrupted(call: Callable[[], None], n: int, error: type[BaseException]) ->
                 raise error
         return trace
 
-    found = sys.gettrace()
+    outer_trace = sys.gettrace()
     sys.settrace(trace)
     try:
         call()
     except BaseException as raised:
         return place, raised.with_traceback(None)
     finally:
-        sys.settrace(found)
+        sys.settrace(outer_trace)
     return place, None
 
 
-# As these begin, no `try` of theirs has begun, nor the caller's: Python code cannot undo an interrupt there.
-# So it is with what a checkpoint's own exception interrupts, by which torch ends a recompute.
+# At the start of these functions neither their `try` nor the caller's has begun: Python code cannot undo an interrupt.
+# The same holds where torch ends the recompute of a checkpoint with an exception of its own.
 EDGES = (
     "autocast.__exit__", "_plain.<locals>.wrapper", "record_casts.__enter__", "record_casts.__exit__", "_stepped",
     "leave_down_to",
@@ -118,7 +118,7 @@ EDGES = (
 
 
 def clean_up() -> None:
-    """After a finding: leave what is left open, so that the next is one of its own."""
+    """Leave all open regions after a failure, so that later ones are independent of it."""
     leave_down_to(thread.regions, 0)
     recording.records.clear()
     while torch.is_autocast_enabled("cpu"):
@@ -127,20 +127,20 @@ def clean_up() -> None:
 
 @pytest.mark.parametrize("scene", [nested, by_module, decorated, in_a_graph, checkpointed])
 def test_an_interrupt_arrives_as_itself_and_leaves_nothing_behind(scene: Callable[[], None]) -> None:
-    """In turns one that `except Exception` catches."""
+    """Every other exception is one that `except Exception` catches."""
     scene()
-    fresh, wrong, n, place, found = everything(), [], 0, "first", None
+    fresh, wrong, n, place, raised = everything(), [], 0, "first", None
     while place:
         n += 1
         error = (KeyboardInterrupt, TimeoutError)[n % 2]
-        place, found = interrupted(scene, n, error)
-        if scene is in_a_graph:     # regions of a call that has ended are left by the next that is entered
+        place, raised = interrupted(scene, n, error)
+        if scene is in_a_graph:     # entering the next region leaves those of a call that has ended
             nested()
-        if everything() != fresh or (place and type(found) is not error):
-            wrong.append((place, repr(found)))
+        if everything() != fresh or (place and type(raised) is not error):
+            wrong.append((place, repr(raised)))
             clean_up()
             assert everything() == fresh
     assert n > 20
-    assert not [each for each in wrong if not each[0].startswith(EDGES)]
-    assert len(wrong) <= 10
+    assert [(place, raised) for place, raised in wrong if not place.startswith(EDGES)] == []
+    assert len(wrong) <= 10, wrong
     assert sys.exc_info() == (None, None, None)

@@ -1,4 +1,4 @@
-"""A rank that is killed amid a step: the other one ends with an error, as without ampkit, and never hangs."""
+"""A rank is killed inside a step: the other one ends with an error, as without ampkit, and does not hang."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def train(rank: int, world: int, folder: Path) -> None:
-    """Rank 1 is lost as its third step begins; rank 0 writes down how it ended, and whether in a region."""
+    """Rank 1 is killed as its third step begins; rank 0 writes to a file whether its error left it in a region."""
     model, cache = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))), WeightCache()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", process_group=dist.group.WORLD)

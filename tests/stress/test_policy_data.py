@@ -1,4 +1,4 @@
-"""Policies from untrusted data: one clear sentence or a policy that holds together, and no trace left."""
+"""Policies from untrusted data are valid, or refused in one sentence; reading changes nothing in the process."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ RULES = [rule.value for rule in Rule if rule not in {Rule.FLOAT32_DTYPE_ARG, Rul
 
 
 class Model(nn.Module):
-    """What module rules are bound to."""
+    """The model that module rules are bound to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def read(state: Any) -> Policy:
 
 
 def written(draw: random.Random, *, of_module: bool = False) -> dict[str, Any]:
-    """A policy as `to_dict` writes it, for the CPU so that one may be for a module of another's."""
+    """A random policy as `to_dict` writes it, for the CPU so that it may also be the rule of a module."""
     layers = [{name: draw.choice(RULES) for name in draw.sample(OPERATORS, draw.randrange(4))} for _ in range(2)]
     layers.append({"aten::linear": draw.choice(list(RECIPES)).value})
     modules = [] if of_module else [
@@ -69,12 +69,12 @@ def written(draw: random.Random, *, of_module: bool = False) -> dict[str, Any]:
 
 
 def traces() -> tuple[Any, ...]:
-    """What reading a policy must leave alone: the modules of the process and registered rules."""
+    """State that reading a policy must not change: the imported modules and the registered rules."""
     return set(sys.modules), dict(registered())
 
 
 def holds(read: Callable[[Any], Any], value: Any) -> Policy | None:
-    """The policy that was read; None after a refusal in one sentence. Neither leaves a trace."""
+    """The policy that was read; None where it was refused in one sentence. Reading changes nothing."""
     before = traces()
     policy = refusal = None
     try:
@@ -92,7 +92,7 @@ def holds(read: Callable[[Any], Any], value: Any) -> Policy | None:
 
 
 def keeps(policy: Policy) -> None:
-    """Every way to write it down and to copy it gives it back, and a region runs by it."""
+    """A policy survives every form and copy of it, and a region follows it."""
     state = policy.to_dict()
     for again in (
         read(state), read(json.loads(json.dumps(state))), copy.deepcopy(policy), copy.copy(policy),
@@ -108,7 +108,7 @@ def keeps(policy: Policy) -> None:
 
 
 def test_what_is_written_is_read_and_what_is_damaged_holds_or_is_refused() -> None:
-    repr(torch.ones(2))     # the first one imports a module of torch's
+    repr(torch.ones(2))     # the first call imports a module of torch
     read_again = 0
     for draw in rounds("policies", 300):
         state = written(draw)
@@ -123,7 +123,7 @@ def test_what_is_written_is_read_and_what_is_damaged_holds_or_is_refused() -> No
 
 
 def test_strange_names_and_classes() -> None:
-    """Asked of every door that takes an operator's name, and of a module rule; code is refused as kindly."""
+    """In every function that takes an operator's name, and in a module rule; names of code are refused alike."""
     policy = Policy.default("cpu")
     for name in STRANGE_NAMES:
         for ask in (lambda key: policy.with_rules({key: "keep"}), policy.explain,

@@ -32,7 +32,7 @@ RULES: list[Callable[[], Any]] = [
 
 
 def made(rule: Any, iterations: int) -> GradScaler:
-    """A scaler that has lived through some iterations, every third of them with an overflow."""
+    """A scaler after some iterations, every third of them with an overflow."""
     scaler = GradScaler("cpu", loss_scale=rule)
     iterate(scaler, iterations)
     return scaler
@@ -50,13 +50,13 @@ def iterate(scaler: torch.amp.GradScaler, iterations: int) -> None:
 
 
 def everything(scaler: GradScaler) -> tuple[Any, ...]:
-    """All that a load may change."""
+    """All state that a load may change."""
     initial = (scaler._init_scale, scaler._init_growth_tracker, scaler._init_counters, scaler._init_totals)
     return scaler.loss_scale, *initial, id(scaler._scale), scaler.state_dict()
 
 
 def refusal(scaler: GradScaler, state: Any) -> str | None:
-    """What a load is refused with; None where it is not."""
+    """The message with which a load is refused; None where it succeeds."""
     try:
         scaler.load_state_dict(state)
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
@@ -68,7 +68,7 @@ def refusal(scaler: GradScaler, state: Any) -> str | None:
     "ignore:ignored unknown entries", "ignore:the checkpoint was saved", "ignore:the loss scale has fallen"
 )
 def test_a_checkpoint_loads_as_a_whole_or_not_at_all() -> None:
-    """Refused with a sentence of ours and nothing changed; or loaded, and then training goes on and saves."""
+    """It is refused with a message and nothing changes, or it is loaded, and the scaler trains and saves again."""
     for rng in rounds("checkpoints", 1):
         sources = [made(rule(), age).state_dict() for rule in RULES for age in (0, 4)]
         sources.append(torch.amp.GradScaler("cpu", 8.0).state_dict())

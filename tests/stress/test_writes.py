@@ -1,7 +1,7 @@
-"""Weights written as docs/weight-cache.md lists it, at every place in random programs of regions: no use is stale.
+"""Weights are written in every way that docs/weight-cache.md lists, anywhere in random programs: no cast is stale.
 
-The oracle is a cast made on the spot. What a cache cannot see is listed in `UNSEEN`: programs call `clear()` after such
-a write, as `WeightCache` says.
+The oracle is a new cast at each use. `UNSEEN` has the writes that a cache cannot see; programs call `clear()` after
+those, as the docstring of `WeightCache` says.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ X = torch.eye(4, dtype=BF16)
 
 
 class Through(torch.optim.Optimizer):
-    """Writes through `.data`, as many optimizers outside torch do; and may be interrupted after that."""
+    """An optimizer that writes through `.data`, as many outside torch do, and may be interrupted after the write."""
 
     def __init__(self, p: Parameter, values: Tensor, interrupted: bool = False) -> None:
         super().__init__([p], {})
@@ -55,7 +55,7 @@ def optimizer_fused(p: Parameter, v: Tensor) -> None:
 
 
 def written(alias: Any, v: Any) -> Any:
-    """An alias of the weight that lives on, after a write to it."""
+    """Write to an alias of the weight, and return the alias to keep it alive."""
     alias[:] = v
     return alias
 
@@ -66,7 +66,7 @@ def added(p: Parameter, v: Tensor) -> None:
 
 
 def flat_buffer(p: Parameter, v: Tensor) -> Any:
-    """As FSDP and ZeRO do it: the weight is a piece of something that others fill."""
+    """As in FSDP and ZeRO: the weight is a piece of a buffer that other code fills."""
     flat = torch.zeros(32)
     p.data = flat[:16].view(4, 4)
     flat[:16].copy_(v.flatten())
@@ -85,7 +85,7 @@ def data_transposed(p: Parameter, v: Tensor) -> None:
     p.data = p.data.t()
 
 
-# A write gives a weight new values, with gradients off. What those of BETWEEN return is kept alive.
+# A write gives a weight new values, with gradients off. The aliases that writes of BETWEEN return are kept alive.
 Write = Callable[[Parameter, Tensor], Any]
 SEEN: dict[str, Write] = {          # wherever the weight is cached
     "in place": lambda p, v: p.copy_(v),
@@ -93,7 +93,7 @@ SEEN: dict[str, Write] = {          # wherever the weight is cached
     "in inference mode": lambda p, v: torch.inference_mode()(p.copy_)(v),
     "through views": lambda p, v: (p[1:, :2].copy_(v[1:, :2]), p[1:, 2:].copy_(v[1:, 2:]), p[0].copy_(v[0])),
     "out": lambda p, v: torch.add(v, 0.0, out=p),
-    # The second storage may lie where the weight's own was.
+    # The second storage may have the address of the first.
     "data offloaded": lambda p, v: (setattr(p, "data", torch.empty(0)), setattr(p, "data", v.clone())),
     "set_": lambda p, v: p.set_(v.clone()),  # pyright: ignore[reportArgumentType]  its stubs know storages only
     "converted and loaded": converted_and_loaded,
@@ -101,7 +101,7 @@ SEEN: dict[str, Write] = {          # wherever the weight is cached
     "optimizer interrupted": optimizer_interrupted,
     "optimizer fused": optimizer_fused,
 }
-BETWEEN: dict[str, Write] = {       # seen between regions; inside one torch.amp, too, goes on with the cast it has
+BETWEEN: dict[str, Write] = {       # seen between regions; inside a region torch.amp, too, goes on with its cast
     "data transposed": data_transposed,
     "array that lives": lambda p, v: written(p.detach().numpy(), v.numpy()),
     "data that lives": lambda p, v: written(p.data, v),
@@ -124,7 +124,7 @@ WRITES = SEEN | BETWEEN | IN_A_WEIGHT_CACHE | UNSEEN
 
 @torch.no_grad()
 def write(name: str, p: Parameter, v: Tensor) -> Any:
-    """Write, and return the alias that is to live on, if there is one. What moves the version counter is seen."""
+    """Write, and return the alias to keep alive, if there is one. A write that bumps the version counter is in SEEN."""
     version = p._version
     alias = WRITES[name](p, v)
     assert torch.equal(p, v)
@@ -133,7 +133,7 @@ def write(name: str, p: Parameter, v: Tensor) -> Any:
 
 
 def values(draw: random.Random) -> Tensor:
-    """What bfloat16 can hold."""
+    """Values that bfloat16 can hold."""
     return torch.tensor([float(draw.randrange(1, 128)) for _ in range(16)]).view(4, 4)
 
 
@@ -141,7 +141,7 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
     """Some uses and writes of three weights, in some regions, each use compared with a fresh cast."""
     weights = [Parameter(values(draw), not frozen) for _ in range(3)]
     alive: list[list[Any]] = [[], [], []]       # aliases of each weight, which live until it is used
-    told: list[str] = []
+    history: list[str] = []
     torch_is_stale: set[int] = set()    # trained, written unseen in the open region, and not cleared
 
     def step(open_region: bool) -> None:
@@ -149,16 +149,16 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
         p = weights[n]
         if open_region and draw.random() < 0.6:
             with draw.choice([contextlib.nullcontext, torch.no_grad, torch.inference_mode])():
-                got = torch.mm(X, p).detach()
-            told.append(f"use {n}")
-            assert n in torch_is_stale or torch.equal(got, p.detach().to(BF16)), "\n".join(told)
+                product = torch.mm(X, p).detach()
+            history.append(f"use {n}")
+            assert n in torch_is_stale or torch.equal(product, p.detach().to(BF16)), "\n".join(history)
             if draw.random() < 0.5:
                 alive[n].clear()
             return
         table = draw.choice([SEEN, BETWEEN, IN_A_WEIGHT_CACHE, UNSEEN])
         name = draw.choice(list(table))
         alive[n].append(write(name, p, values(draw)))
-        told.append(f"{name} {n}")
+        history.append(f"{name} {n}")
         torch_is_stale.discard(n)
         if table is SEEN or (not open_region and (table is BETWEEN or cache is None)):
             return
@@ -174,17 +174,17 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
 
     for _ in range(draw.randrange(2, 6)):
         with autocast("cpu", BF16, cache=cache):
-            told.append("region")
+            history.append("region")
             for _ in range(draw.randrange(12)):
                 step(open_region=True)
         torch_is_stale.clear()
-        told.append("left")
+        history.append("left")
         for _ in range(draw.randrange(4)):
             step(open_region=False)
 
 
 def test_no_use_is_stale() -> None:
-    """In a region with a cache of the user's and without, of weights that are trained and frozen."""
+    """In regions with a `WeightCache` and without, of trained and of frozen weights."""
     for draw in rounds("writes", 120):
         for kept in (False, True):
             for frozen in (False, True):
