@@ -34,11 +34,11 @@ QUICK := $(addprefix tests/, \
 	engine/test_casting.py engine/test_generated_handlers.py engine/test_weight_cache.py engine/test_self_check.py \
 	region/test_autocast.py region/test_nested_regions.py region/test_module_rules.py \
 	gradients scaler/test_grad_scaler.py scaler/test_loss_scale.py scaler/test_scaler_lockstep.py scaler/test_refusals.py \
-	parity/test_bitwise_training.py benchmarks/test_counts.py repository/test_form.py)
+	parity/test_bitwise_training.py benchmarks/test_counts.py repository/test_form.py repository/test_references.py)
 quick: lint ## before a commit: lint and the tests of the core, under a minute on two cores
 	@echo "==> tests of policies, regions, gradients and the scaler, on $(WORKERS) workers"
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" $(QUICK) $(ARGS)
-	@echo "left out (make check has it): types, kernels, optimizers, compiled code, ranks, amp, debugging, fuzzers, docs"
+	@echo "left out (make check runs it): types, kernels, optimizers, FP8, compiled code, ranks, half_precision, amp, debugging, integrations, stress, docs"
 
 lint: $(STAMP) ## ruff
 	@echo "==> lint"

@@ -1,4 +1,4 @@
-"""Writes the parts of architecture.md that follow from the sources. Run: python docs/make_architecture.py
+"""Write the generated parts of architecture.md. Run: python docs/make_architecture.py
 
 Two parts: the drawing of the layers, from the imports, and the list of torch's private names, from their uses.
 `tests/repository/test_form.py` compares the page with the sources by the same functions.

@@ -1,4 +1,4 @@
-"""Writes the one-page programs of `examples/` into how-it-works.md. Run: python docs/make_how_it_works.py
+"""Write the one-page programs of `examples/` into how-it-works.md. Run: python docs/make_how_it_works.py
 
 A test compares the page with the programs by the same function.
 """

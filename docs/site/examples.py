@@ -1,4 +1,4 @@
-"""How docstrings become Markdown: their examples and indented blocks as code."""
+"""Turn docstrings into Markdown, with their examples and indented blocks as code."""
 
 import re
 import textwrap

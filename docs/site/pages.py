@@ -1,4 +1,4 @@
-"""What mkdocs adds to the files of `docs/`: the pages that lie elsewhere in the repository, and links to them.
+"""Add to the site the pages that are outside `docs/`, and lead links to them.
 
 The README is the site's first page; an example is a page of its own. Links are written for readers of the repository;
 here they lead to the site's pages. A link to a file that is no page is left as it is, and `mkdocs build --strict` ends
@@ -17,7 +17,7 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def repository_pages() -> dict[str, str]:
-    """The site's page for each file of the repository that is one and lies outside `docs/`."""
+    """The site's page for each file outside `docs/` that is a page."""
     pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
     pages[".github/CONTRIBUTING.md"] = "contributing.md"
     for path in sorted((ROOT / "examples").glob("*.py")):
@@ -33,7 +33,7 @@ SOURCES = {page: source for source, page in PAGES.items()}
 
 
 def relinked(text: str, page: str) -> str:
-    """A page's Markdown with the links that lead out of `docs/` led to the pages that stand for what they name."""
+    """A page's Markdown, in which links out of `docs/` lead to the site's pages for those files."""
     folder = posixpath.dirname(SOURCES.get(page, f"docs/{page}"))
 
     def to_page(found: re.Match[str]) -> str:
@@ -74,7 +74,7 @@ def example_list() -> str:
 
 
 def content_of(source: str) -> str:
-    """What the page of a file says. The search leaves benchmark reports out: they name everything."""
+    """The content of the page for a file. The search leaves out benchmark reports, which would match everything."""
     path = ROOT / source
     if path.suffix == ".py":
         return example_page(path)

@@ -1,4 +1,4 @@
-"""What the documentation shows is true: its Python runs and prints what it says, its links lead somewhere."""
+"""The documentation is true: its Python runs and prints the output shown, and its links lead somewhere."""
 
 import contextlib
 import doctest
@@ -142,7 +142,7 @@ def test_docstring_examples() -> None:
 
 
 def anchors_of(document: str) -> set[str]:
-    """What `#...` may say after a link to a document, as GitHub makes it from the headings."""
+    """The anchors that GitHub makes from the headings of a document."""
     headings = re.findall(r"^#+ (.+)$", document, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

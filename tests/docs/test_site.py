@@ -20,7 +20,7 @@ PACKAGES = ("amp", "debugging", "integrations", "optim")
 
 
 def test_every_public_name_has_its_place_in_the_reference() -> None:
-    """Once, and besides them only results, which are classes in their own modules."""
+    """Each exactly once. Besides them there are only results, which are classes in their own modules."""
     found = [
         name
         for page in REFERENCE.glob("*.md")
@@ -30,7 +30,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     expected = {f"ampkit.{name}" for name in ampkit.__all__ if name not in PACKAGES}
     expected |= {f"ampkit_kernels.{name}" for name in ampkit_kernels.__all__ if callable(vars(ampkit_kernels)[name])}
     for name in ("amp", "debugging", "optim"):
-        expected |= {f"ampkit.{name}.{one}" for one in getattr(ampkit, name).__all__}
+        expected |= {f"ampkit.{name}.{public}" for public in getattr(ampkit, name).__all__}
     listed = {name for name in found if not name.startswith("ampkit.integrations.")}   # these need other libraries
     assert not expected - listed
     for name in listed - expected:

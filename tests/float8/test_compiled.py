@@ -1,4 +1,4 @@
-"""FP8 rules in compiled and exported code: aot_eager has eager's bits, one graph serves all numbers of rows."""
+"""FP8 rules in compiled and exported code: aot_eager has eager's bits, and one graph takes any number of rows."""
 
 import contextlib
 import io
@@ -51,7 +51,7 @@ def test_rows_are_dynamic_and_another_rule_compiles_again():
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")      # of the layers' sizes
 @pytest.mark.parametrize("rule", RULES)
 def test_traced_code_computes_in_fp8(rule):
-    """It can be saved. It cannot be differentiated, and says so, also by its input where the weights are frozen."""
+    """It can be saved. Differentiating it raises, also with respect to the input where the weights are frozen."""
     model, x = layers(), torch.randn(8, 32)
     with fp8(rule):
         wanted = model(x)

@@ -22,7 +22,7 @@ def distance(a, b):
 
 
 def fsdp(rank, world, rule, dtype):
-    """How many calls ran in FP8, whether the output has one process's bits, how far the gradients are; after a step."""
+    """Before and after a step: calls in FP8, whether the output has one process's bits, the distance of gradients."""
     mesh, sharded, whole = init_device_mesh("cpu", (world,)), model(), model()
     for module in (sharded[0], sharded[2], sharded):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype), reshard_after_forward=True)
@@ -55,7 +55,7 @@ def test_fsdp_computes_what_one_process_does(rule, dtype):
 
 
 def reduced_between(rank, world):
-    """Whether a layer sees what a collective has written to its input, which bumps no version."""
+    """Whether the version stays and the layer has a new cast, after a collective has written to the layer's input."""
     layer, x = torch.nn.Linear(64, 48), torch.full((8, 64), rank + 1.0, requires_grad=True) * 1
     with fp8(ROWWISE):
         layer(x)
@@ -63,15 +63,15 @@ def reduced_between(rank, world):
         dist.all_reduce(x.detach())
         found = layer(x)
     with fp8(ROWWISE):
-        return x._version == before and torch.equal(found, layer(x))
+        return x._version == before, torch.equal(found, layer(x))
 
 
 def test_a_collective_on_a_shared_input_is_seen():
-    assert all(on_ranks(reduced_between))
+    assert on_ranks(reduced_between) == [(True, True)] * 2
 
 
 def tensor_parallel(rank, world, rule):
-    """How far output and gradients are from one process's."""
+    """The distances of output and gradients from those of one process."""
     whole = model()
     split = parallelize_module(
         model(), init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}

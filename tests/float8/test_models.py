@@ -20,7 +20,7 @@ IDS = {"input_ids": torch.arange(16).reshape(2, 8) + 3}
 TRANSLATION = {**IDS, "decoder_input_ids": IDS["input_ids"]}
 IMAGES = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 256).reshape(2, 3, 16, 16)}
 VISION = {**TEXT, "image_size": 16, "patch_size": 4, "num_labels": 10}
-# Model, config, what differs from TEXT, the batch, and the linear layers: in FP8, and not, with the reason.
+# Model, config, differences from TEXT, batch, number of linear layers in FP8, and numbers of others by reason.
 MODELS = [
     ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 1, "n_head": 2}, IDS, 5, {}),
     ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 1}, IDS, 8, {}),
@@ -47,7 +47,8 @@ def test_a_model_trains_and_what_ran_in_fp8(case):
     with record_casts() as record, fp8(rule, *OPERATORS):
         logits = model(**batch).logits
     logits.float().square().mean().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert [name for name, gradient in gradients.items() if not gradient.isfinite().all()] == []
     counts = Counter(call.float8 for call in record.calls if call.op != "aten::matmul")
     assert (counts.pop(rule.name), {reason: n for reason, n in counts.items() if reason}) == (n_fp8, reasons)
 

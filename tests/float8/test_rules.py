@@ -1,4 +1,4 @@
-"""FP8 rules in a policy: which operators take them, when they follow LOWER, what `check` and records say."""
+"""FP8 rules in a policy: the operators that take them, fallbacks to LOWER, the output of `check` and of records."""
 
 import math
 from typing import Any
@@ -64,7 +64,7 @@ COMPUTED_OR_REFUSED = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("what", FALLBACKS | COMPUTED_OR_REFUSED)
 def test_what_has_no_fp8_form_does_as_lower_does(what):
-    """The same values or the same error, without a word of padded sizes; a fallback is recorded with its reason."""
+    """The values or the error are LOWER's, without mention of padded sizes; a fallback is recorded with its reason."""
     found = []
     for rule in (Rule.LOWER, ROWWISE):
         with record_casts() as record, fp8(rule, *OPERATORS), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What an import brings: one new interpreter imports the packages step by step and says what it saw."""
+"""What importing loads: a new interpreter imports the packages one after the other and reports what is loaded."""
 
 import importlib.util
 import json
@@ -64,10 +64,7 @@ def seen() -> dict[str, Any]:
 
 
 def test_importing_ampkit_is_light(seen: dict[str, Any]) -> None:
-    """`import ampkit` loads torch and nothing that only some users need, soon; nor do the kernels load Triton.
-
-    And warns of nothing: warnings are errors there.
-    """
+    """`import ampkit` is fast, loads only what all users need, and gives no warning; the kernels do not load Triton."""
     assert (seen["kernels"], seen["ampkit"], seen["region"]) == ([], [], [])
     assert seen["seconds"] < MOST_SECONDS
 
@@ -84,7 +81,7 @@ def test_every_public_name_is_there(seen: dict[str, Any]) -> None:
 
 
 def test_names_of_torch_amp_and_apex_say_what_stands_in_their_place() -> None:
-    """Whatever a table says is in ampkit, or in torch, is there."""
+    """Each name that such a message recommends exists in ampkit or torch."""
     for name in ampkit._ELSEWHERE:
         with pytest.raises(AttributeError, match=rf"^module 'ampkit' has no attribute '{name}'; expected "):
             getattr(ampkit, name)

@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 
 
 def run(*command: object, **options: object) -> str:
-    """What a command prints, once it has ended well."""
+    """The output of a command, which must succeed."""
     ran = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)  # type: ignore[call-overload]
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -31,7 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
-    """Every source file, the type markers, the licence and the command; no tests, no stray files."""
+    """Every source file, the type markers, the license and the command; no tests, no stray files."""
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         names = archive.namelist()
         entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
@@ -45,21 +45,21 @@ def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
 
 
 def requirements_of(name: str) -> set[str]:
-    """The names of the distributions that one needs, those that they need, and its own."""
-    found: set[tuple[str, str]] = set()     # a name with each extra that is asked for, "" for none
+    """The names of a distribution and of all that it requires, directly or through others."""
+    seen: set[tuple[str, str]] = set()      # a name with each requested extra, "" for none
     pending = [(name, "")]
     while pending:
-        one, extra = pending.pop()
-        if (one, extra) not in found:
-            found.add((one, extra))
-            for requirement in map(Requirement, importlib.metadata.requires(one) or []):
+        required, extra = pending.pop()
+        if (required, extra) not in seen:
+            seen.add((required, extra))
+            for requirement in map(Requirement, importlib.metadata.requires(required) or []):
                 if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                     pending += [(requirement.name, wanted) for wanted in ("", *requirement.extras)]
-    return {one for one, _ in found}
+    return {required for required, _ in seen}
 
 
 def link(name: str, packages: Path) -> None:
-    """Have a distribution that is installed here be installed there, by links to its files."""
+    """Install a distribution into another environment by links to its files here."""
     distribution = importlib.metadata.distribution(name)
     for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
         if not (packages / top).exists():

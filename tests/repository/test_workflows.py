@@ -1,4 +1,4 @@
-"""The workflows of GitHub Actions call only what this repository has, and run every check."""
+"""The workflows of GitHub Actions call only targets and scripts of this repository, and run every check."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ def test_workflows_run_every_check_and_only_what_is_there() -> None:
         run = commands(workflow)
         assert not [words for words in run if words[:1] != ["make"] and not (ROOT / words[0]).is_file()], name
         assert {words[1] for words in run if words[0] == "make"} <= TARGETS, name
-        assert all(job["timeout-minutes"] <= 120 for job in workflow["jobs"].values())
+        assert {key: job for key, job in workflow["jobs"].items() if job["timeout-minutes"] > 120} == {}, name
     assert [".ci/run"] in commands(WORKFLOWS["tests"])
     assert {"wheel", "docs"} <= {words[1] for words in commands(WORKFLOWS["package"])}
     versions = re.search(r"^VERSIONS = \((.*)\)$", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,7 +1,8 @@
 """A pytest plugin that puts ampkit in torch.amp's place, for `tests.tools.other_suites`.
 
-Every name in torch's modules is replaced. What a test still reaches of torch's own classes raises when it is made, and
-the report says in how many tests a region and a scaler of ampkit's was made: in none, and the run has compared nothing.
+Every name in torch's modules is replaced. A class of torch's that a test still reaches raises when it is
+instantiated. The report says in how many tests a region and a scaler of ampkit was made; if in none, the run has
+compared nothing.
 """
 
 import functools
@@ -36,7 +37,7 @@ OURS: dict[str, Any] = {
 
 
 def replacements() -> Iterator[tuple[ModuleType, str, Any]]:
-    """Each module of torch's, name in it, and what of ampkit's takes the place of what the name has."""
+    """Each module of torch and name in it to replace, with the object of ampkit for it."""
     for path, module in sorted(sys.modules.items()):
         if path.partition(".")[0] != "torch":
             continue
@@ -58,8 +59,8 @@ def _of_device(device_type: str, theirs: Any, ours: Any) -> Any:
     signature = inspect.signature(theirs.__init__)
 
     def init(self: Any, *args: Any, **options: Any) -> None:
-        given = signature.bind(self, *args, **options).arguments
-        ours.__init__(self, device_type, **{name: value for name, value in given.items() if name != "self"})
+        arguments = signature.bind(self, *args, **options).arguments
+        ours.__init__(self, device_type, **{name: value for name, value in arguments.items() if name != "self"})
 
     return type(theirs.__name__, (ours,), {"__init__": deprecated(words, category=FutureWarning)(init)})
 
@@ -76,7 +77,7 @@ def calling_first(call: Callable[[Any], None], init: Callable[..., None]) -> Cal
 
 
 def refuse(made: Any) -> None:
-    """Raise for an object of a class of torch's that is none of ampkit's."""
+    """Raise for an object of torch's classes that is not of ampkit's."""
     if not isinstance(made, tuple(OURS[name] for name in CLASSES)):
         raise AssertionError(f"torch's {type(made).__name__} was made, by a name that as_torch_amp does not replace")
 

@@ -1,6 +1,6 @@
-"""Compare ampkit's operator lists with the running torch: what is new there, gone, or under another rule.
+"""Compare ampkit's operator lists with the running torch: operators that are new, gone or under another rule.
 
-`make operators` runs the tests that do.
+`make operators` runs the tests that use this.
 
 torch has no list to read. Its dispatcher says which operators have an autocast kernel; what that casts to is observed:
 each operator is called under torch's own autocast, and stopped when it is redispatched with its cast arguments. The
@@ -26,7 +26,7 @@ ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen"}
 
 
 def list_drift(device_type: str) -> list[str]:
-    """How `TORCH[device_type]` differs from what torch.amp casts for that device type: a line per operator."""
+    """The differences of `TORCH[device_type]` from the casts of torch.amp on that device type, a line per operator."""
     listed = {name: group.rule for group in TORCH[device_type] for name in names(group)}
     live = {name: rule_of(resolve(name), device_type) for name in registered(device_type)}
     gone = listed.keys() - live.keys() - ONLY_WHERE_BUILT.keys()
@@ -45,7 +45,7 @@ def registered(device_type: str) -> set[str]:
 
 
 def rule_of(op: OpOverload, device_type: str) -> Rule | None:
-    """What torch.amp does with an operator on a device type; None if that could not be observed."""
+    """The rule of torch.amp for an operator on a device type; None if it could not be observed."""
     half, single = torch.bfloat16, torch.float32
     with FakeTensorMode(), native(device_type, torch.bfloat16):
         low, full, mixed = (

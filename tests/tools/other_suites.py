@@ -21,7 +21,7 @@ ROOT = TOOLS.parents[1]
 
 
 class Suite(NamedTuple):
-    """Tests of one project that speak of precision."""
+    """Tests of one project that concern mixed precision."""
 
     folder: str                         # inside the checkout; pytest runs there
     path: str                           # for PYTHONPATH, inside the checkout

@@ -1,4 +1,4 @@
-"""The plugin of `make other-suites`: no name of torch's reaches torch's own classes."""
+"""The plugin of `make other-suites`: every name in torch's modules leads to ampkit's classes."""
 
 import importlib
 import pickle

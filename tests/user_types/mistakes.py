@@ -1,4 +1,4 @@
-"""What a strict type checker must not let pass; each line says which rule of pyright's finds it."""
+"""Mistakes that a strict type checker must find; each line names the rule of pyright that finds it."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What ampkit's types say to a user who checks strictly: a script that is right passes, each mistake is found."""
+"""ampkit's types under a strict type checker: a correct script passes, and each mistake is found."""
 
 import ast
 import json
@@ -17,12 +17,12 @@ import ampkit
 from tests.helpers.paths import ROOT
 
 HERE = Path(__file__).parent
-# What follows from another mistake in the same expression.
+# Errors that follow from another mistake in the same expression.
 FOLLOWS = {"reportUnknownMemberType", "reportUnknownVariableType"}
 
 
 class Found(NamedTuple):
-    """A complaint of pyright's."""
+    """An error that pyright reports."""
 
     line: int
     rule: str
@@ -40,14 +40,14 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list
     command = [sys.executable, "-m", "pyright", "-p", str(project), "--pythonpath", sys.executable, "--outputjson"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
-    found = json.loads(ran.stdout)
-    assert found["summary"]["filesAnalyzed"] == 2, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["summary"]["filesAnalyzed"] == 2, ran.stderr
 
     def of(name: str) -> list[Found]:
         return [
-            Found(one["range"]["start"]["line"] + 1, one["rule"], one["message"])
-            for one in found["generalDiagnostics"]
-            if Path(one["file"]).name == name
+            Found(error["range"]["start"]["line"] + 1, error["rule"], error["message"])
+            for error in report["generalDiagnostics"]
+            if Path(error["file"]).name == name
         ]
 
     return of
@@ -55,7 +55,7 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list
 
 @pytest.mark.slow
 def test_a_strict_user_has_nothing_to_mend(complaints: Callable[[str], list[Found]]) -> None:
-    """Every `assert_type` holds, and no type is unknown."""
+    """Every `assert_type` holds, and every type is known."""
     assert complaints("training.py") == []
 
 
@@ -68,7 +68,7 @@ def test_every_mistake_is_found(complaints: Callable[[str], list[Found]]) -> Non
         for rule in re.findall(r"report\w+", line.partition("#")[2])
     }
     assert len(expected) >= 20
-    assert {(one.line, one.rule) for one in complaints("mistakes.py") if one.rule not in FOLLOWS} == expected
+    assert {(error.line, error.rule) for error in complaints("mistakes.py") if error.rule not in FOLLOWS} == expected
 
 
 def test_the_script_uses_every_public_name() -> None:

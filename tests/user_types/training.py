@@ -1,6 +1,6 @@
-"""A script as a user writes it, typed strictly: every public name, and what its results are known to be.
+"""A strictly typed script of a user: every public name, and the types of its results.
 
-Read by pyright alone, in strict mode; `assert_type` is what it must have inferred.
+Only pyright reads it, in strict mode; `assert_type` has the type that it must infer.
 """
 
 from collections.abc import Iterator
@@ -139,9 +139,9 @@ assert_type(record, CastRecord)
 assert_type(record.calls, list[RecordedCall])
 
 # Whole models
-one, its = amp.initialize(Net(), torch.optim.SGD(model.parameters(), lr=0.1), "O1", enabled=False)
-assert_type(one, Net)
-assert_type(its, torch.optim.SGD)
+net, sgd = amp.initialize(Net(), torch.optim.SGD(model.parameters(), lr=0.1), "O1", enabled=False)
+assert_type(net, Net)
+assert_type(sgd, torch.optim.SGD)
 models, optimizers = amp.initialize(
     [model], [optim.SGD(model.parameters(), lr=0.1)], opt_level="O2", dtype="bfloat16", verbosity=0, loss_scale=2.0
 )
@@ -160,8 +160,8 @@ for register in (amp.register_half_function, amp.register_float_function, amp.re
     register(nn.functional, "relu")
 assert_type(half(Net(), "bfloat16", keep_fp32=["head"]), Net)
 assert_type(ampkit.check_half(nn.Linear(4, 4), torch.randn(1, 4)), HalfReport)
-assert_type(ampkit.MasterWeights(its).model_parameters(), list[Tensor])
-assert_type(ampkit.FP16Optimizer(its).loss_scale, float)
+assert_type(ampkit.MasterWeights(sgd).model_parameters(), list[Tensor])
+assert_type(ampkit.FP16Optimizer(sgd).loss_scale, float)
 
 
 # When numbers go wrong
