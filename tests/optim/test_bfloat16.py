@@ -16,6 +16,7 @@ from ampkit.optim import SGD, AdamW
 from ampkit_kernels import reference, rounding
 from ampkit_kernels.reference import is_on_host
 from benchmarks.counts import peak_and_copies
+from tests.helpers.equal import assert_equal
 from tests.optim.steps import PAIRS, SKIPPED, copies_of, interpreted, train
 from tests.optim.steps import parameters as parameters_of
 

@@ -201,7 +201,7 @@ def test_what_is_kept_is_used_and_gradients_are_not_kept(kind: str, monkeypatch:
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()
-        assert not any(ref() is not None for ref in gradients)
+        assert [ref for ref in gradients if ref() is not None] == []
 
     monkeypatch.setattr(StepCache, "fits", noted)
     with noted_launches():
@@ -294,13 +294,13 @@ def test_nothing_keeps_state_or_parameters_alive_that_a_program_replaces_or_drop
         old = tensors()
         _ = [state.update({name: value.clone() for name, value in state.items()}) for state in optimizer.state.values()]
         gc.collect()
-        assert not any(value() is not None for value in old)
+        assert [value for value in old if value() is not None] == []
         step()
         old = [*tensors(), weakref.ref(params.pop())]
         del optimizer.param_groups[0]["params"][-1]
         optimizer.state.clear()
         gc.collect()
-        assert not any(value() is not None for value in old)
+        assert [value for value in old if value() is not None] == []
         step()
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.optim import SGD, AdamW
+from tests.helpers.equal import assert_equal
 from tests.helpers.ranks import on_ranks
 
 BFLOAT16 = {"rounding": "stochastic", "masters": "remainder", "state_dtype": torch.bfloat16}
@@ -136,10 +137,10 @@ def fsdp_checkpoint(rank: int, world: int, full: bool) -> None:
     options = StateDictOptions(full_state_dict=full)
     state = get_optimizer_state_dict(model, first, options=options)
     set_optimizer_state_dict(model, second, state, options=options)
-    assert all(torch.equal(first.state[param]["stream"], second.state[param]["stream"]) for param in wide)
+    assert_equal([second.state[param]["stream"] for param in wide], [first.state[param]["stream"] for param in wide])
     for _ in range(3):
         masters = second.masters()
-        assert all(torch.equal(masters[param].full_tensor(), value) for param, value in wide.items())
+        assert_equal([masters[param].full_tensor() for param in wide], wide.values())
         model(torch.ones(2, 5).bfloat16()).sum().backward()
         second.step()
 
