@@ -16,6 +16,6 @@ def assert_equal(got: Tensors, expected: Tensors, message: object = "") -> None:
     )
 
 
-def equal(got: Iterable[Tensor], expected: Iterable[Tensor]) -> list[bool]:
-    """For each pair whether the tensors have the same values."""
-    return [torch.equal(a, b) for a, b in zip(got, expected, strict=True)]
+def equal_places(left: Iterable[Tensor], right: Iterable[Tensor]) -> list[int]:
+    """The indices at which both sides have the same values."""
+    return [index for index, (a, b) in enumerate(zip(left, right, strict=True)) if torch.equal(a, b)]
