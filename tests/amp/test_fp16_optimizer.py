@@ -13,7 +13,6 @@ from ampkit.amp.fp16_optimizer import FP16Optimizer
 from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale
-from tests.helpers.equal import assert_equal
 from tests.helpers.half_models import OPTIMIZERS, Net, batches, both_dtypes, loss_of, make_half
 from tests.helpers.scaler_tools import alike
 

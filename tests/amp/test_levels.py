@@ -20,7 +20,6 @@ from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
-from tests.helpers.equal import assert_equal
 from tests.helpers.half_models import BATCH, OPTIMIZERS, backward, batches, both_dtypes, loss_of, make, set_up
 from tests.helpers.scaler_tools import count_reads
 

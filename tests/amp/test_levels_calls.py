@@ -17,7 +17,6 @@ from ampkit.amp import frontend, initialize, loss_scalers, master_params, scale_
 from ampkit.amp.fp16_optimizer import FP16Optimizer
 from ampkit.amp.levels import LEVELS
 from ampkit.half_precision.master_weights import MasterWeights
-from tests.helpers.equal import assert_equal, equal_places
 from tests.helpers.half_models import Net, backward, batches, both_dtypes, loss_of, make, set_up, sgd, train
 
 

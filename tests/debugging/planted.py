@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
 from tests.debugging.models import Middle
-from tests.helpers.equal import assert_equal
 
 Step = Callable[[], Any]
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32

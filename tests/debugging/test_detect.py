@@ -12,7 +12,6 @@ from ampkit import GradScaler, WeightCache, autocast, debugging
 from ampkit.debugging.report import NonFiniteReport
 from tests.debugging.models import Middle
 from tests.debugging.planted import loss_of, region
-from tests.helpers.equal import assert_equal
 
 EIGHTS = torch.full((4, 8), 8.0)
 

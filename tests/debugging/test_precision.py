@@ -19,7 +19,6 @@ from ampkit.debugging.precision import PrecisionComparison
 from benchmarks.counts import peak_and_copies
 from benchmarks.workloads import DecoderBlock
 from tests.debugging.models import MODELS, loss_of, make
-from tests.helpers.equal import assert_equal
 from tests.helpers.regions import needs_16_bit_lstm
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -20,7 +20,6 @@ from ampkit import GradScaler
 from ampkit.debugging import TensorMonitor, compare_precision, detect_nonfinite
 from tests.debugging.models import Middle, cnn, mlp
 from tests.debugging.planted import B16, F16, F32, Step, region
-from tests.helpers.equal import assert_equal
 from tests.helpers.ranks import on_ranks
 
 Program = Callable[[], tuple[nn.Module, Step]]      # a model, and a step that trains it

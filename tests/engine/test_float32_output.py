@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ampkit import Policy, Rule, autocast, record_casts
 from ampkit.engine.casting import cast_to
 from ampkit.engine.float32_output import product
-from tests.helpers.equal import assert_equal
 from tests.helpers.float8 import step
 
 OPERATORS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::bmm", "aten::baddbmm")

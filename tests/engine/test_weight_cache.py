@@ -26,7 +26,6 @@ from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.engine import optimizer_steps
 from ampkit.engine.weight_cache import CacheInfo
 from ampkit.torch_internals.tensors import connected
-from tests.helpers.equal import assert_equal
 from tests.helpers.regions import BF16, FP16, REGIONS, both, copies, like_torch
 
 X = torch.ones(2, 4, dtype=BF16)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.equal import assert_equal
 from tests.helpers.op_samples import same
 from tests.helpers.scaler_tools import clip, iterate, one_parameter, started, with_grads
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ampkit.containers import cast_tree
 from ampkit.half_precision.half import half
-from tests.helpers.equal import assert_equal
 from tests.helpers.half_models import both_dtypes
 
 

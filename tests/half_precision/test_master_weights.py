@@ -17,7 +17,6 @@ from ampkit import optim
 from ampkit.amp import loss_scalers
 from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.equal import assert_equal
 from tests.helpers.half_models import OPTIMIZERS, backward, batches, both_dtypes, loss_of, make_half, set_up
 from tests.helpers.ranks import on_ranks
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from examples import demo
-from tests.helpers.equal import assert_equal
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,6 @@ import torch
 
 import ampkit.optim
 from ampkit import GradScaler, NoOpLossScale, Policy, WeightCache
-from tests.helpers.equal import assert_equal
 
 accelerate = pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
 

@@ -9,7 +9,6 @@ import torch
 
 import ampkit.optim
 from ampkit import DynamicLossScale, GradScaler, NoOpLossScale, Policy, StaticLossScale, WeightCache
-from tests.helpers.equal import assert_equal
 from tests.helpers.faults import plant_nonfinite
 
 pytest.importorskip("lightning", reason="it is in ampkit[dev]")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ampkit import GradScaler
-from tests.helpers.equal import assert_equal
 
 if find_spec("timm") is None:
     pytest.skip("timm is not installed", allow_module_level=True)

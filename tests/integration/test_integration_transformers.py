@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ampkit import GradScaler, NoOpLossScale, Policy, StaticLossScale
-from tests.helpers.equal import assert_equal
 from tests.helpers.faults import plant_nonfinite
 
 pytest.importorskip("transformers", reason="it is in ampkit[dev]")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts, unwrap_forward, wrap_forward
-from tests.helpers.equal import assert_equal
 from tests.helpers.regions import like_torch as ours
 from tests.helpers.training import Region, native, train, trains_as_torch
 

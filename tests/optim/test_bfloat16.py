@@ -41,12 +41,6 @@ def everything(optimizer: Any, params: list[Parameter]) -> list[Tensor]:
     return [*(p.detach().clone() for p in params), *(v.view(torch.int16) if v.dtype is remainder else v for v in state)]
 
 
-def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
-    """Equal dtypes and values, to the bit."""
-    assert [t.dtype for t in found] == [t.dtype for t in wanted]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("pair", PAIRS)
 def test_remainders_equal_torchs_float32_weights_to_the_bit(pair: str) -> None:
     cls, torchs, options = PAIRS[pair]

@@ -12,7 +12,6 @@ from torch.nn import Parameter
 
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.equal import assert_equal
 from tests.helpers.scaler_tools import count_reads, iterate, with_grads
 from tests.optim.steps import PAIRS, SKIPPED, copies_of, interpreted, parameters, train
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from ampkit import Policy, WeightCache, autocast
-from tests.helpers.equal import assert_equal
 from tests.helpers.regions import FP16, like_torch, state
 
 

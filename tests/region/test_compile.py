@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import flex_attention
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast
 from tests.helpers.compiled_regions import INSIDE, RULES, TORCH, Net, assert_same, module_rules, outputs, step
-from tests.helpers.equal import assert_equal
 from tests.helpers.models import CASES
 from tests.helpers.regions import BF16, FP16, FP32, product, state
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import ampkit
 from ampkit import Policy, autocast
-from tests.helpers.equal import assert_equal, equal_places
 from tests.helpers.regions import BF16, FP16, FP32, REGIONS, like_torch
 
 KEEPS = Policy.default("cpu").with_rules({"aten::mm": "keep"})

@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 
 from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.scaler.loss_scale import LARGEST_SCALE, SMALLEST_SCALE
-from tests.helpers.equal import assert_equal
 from tests.helpers.scaler_tools import iterate, one_parameter, started, with_grads
 
 flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0]), min_size=30, max_size=60)
