@@ -29,6 +29,7 @@ from ampkit.torch_internals.dynamo import (
     DYNAMO_CALLBACKS,
     backward_autocast,
     compile_callbacks,
+    dynamo_skip,
     forget_compiled,
     is_compiling,
     set_backward_autocast,
@@ -134,6 +135,7 @@ def _watch() -> None:
         handler.register_start_callback(_begin)
 
 
+@dynamo_skip        # torch holds a lock, which a compilation of this, amid a compiled step, would wait for
 def _begin(_: Any) -> None:
     mark = thread.mark
     if mark:
@@ -153,6 +155,7 @@ def trace_backward_as_eager() -> None:
         set_backward_autocast("off")
 
 
+@dynamo_skip
 def _end(_: Any) -> None:
     if _UserOptions.tag is not None:
         torch.compiler.config.cache_key_tag = _UserOptions.tag

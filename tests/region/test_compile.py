@@ -486,3 +486,20 @@ def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: tor
         with region:
             results.append(torch.func.grad(lambda x: function(x).sum())(x))
     torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=0)
+
+
+def test_a_compiled_step_that_calls_backward_after_a_region_ends() -> None:
+    """Torch holds a lock while it calls `policy_mark`: where Dynamo compiled that, it would wait for itself."""
+    layer, policy = nn.Linear(4, 4), Policy.torch("cpu").with_rules({"aten::linear": Rule.FLOAT32})
+
+    def train(x: Tensor) -> None:
+        with autocast("cpu", BF16, policy=policy):
+            output = layer(x)
+        output.square().sum().backward()
+
+    x = torch.ones(2, 4)
+    train(x)
+    expected = [layer.weight.grad]
+    layer.weight.grad = None
+    torch.compile(train, backend="aot_eager")(x)
+    torch.testing.assert_close([layer.weight.grad], expected)
