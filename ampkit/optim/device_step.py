@@ -19,6 +19,7 @@ import ampkit_kernels as kernels
 from ampkit.gradients.collect import host_value_or_none, local_tensor, moved, note_written
 from ampkit.gradients.step_contract import StepScalars
 from ampkit.optim.low_precision_weights import Precision
+from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
 
@@ -320,6 +321,7 @@ class DeviceStep(ABC):
         """Whether kernels may step. These take addresses, for each of which Dynamo would compile the step again."""
         return self.impl == "triton" or not all(param.is_cpu for param in self._parameters())
 
+    @dynamo_skip
     def _step_again(self, number: int, group: dict[str, Any], scalars: StepScalars) -> bool:
         """Step a group by the caches of its last step; False, with nothing done, if they do not fit."""
         params, names = group["params"], self._names(group)
@@ -402,6 +404,7 @@ class DeviceStep(ABC):
             kernels.cast_(list(map(local_tensor, copied)), list(map(local_tensor, targets)))
             note_written(targets)
 
+    @dynamo_skip
     def _step_kernels(
         self, number: int, group: dict[str, Any], device: torch.device, params: list[Tensor], scalars: StepScalars
     ) -> None:
