@@ -56,8 +56,9 @@ def map_tensors(
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Mapping):
-        changed = {key: map_tensors(item, function, other_leaf) for key, item in tree.items()}
-        changed = {key: item for key, item in changed.items() if item is not tree[key]}
+        items = {key: map_tensors(item, function, other_leaf) for key, item in tree.items()}
+        kept = [key for key, item in items.items() if item is tree[key]]    # Dynamo of torch 2.11 lacks `is not`
+        changed = {key: item for key, item in items.items() if key not in kept}
         return _with_items(tree, changed) if changed else tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {
@@ -65,8 +66,9 @@ def map_tensors(
             for field in dataclasses.fields(tree)
             if hasattr(tree, field.name)
         }
-        changed = {name: map_tensors(item, function, other_leaf) for name, item in fields.items()}
-        changed = {name: item for name, item in changed.items() if item is not fields[name]}
+        items = {name: map_tensors(item, function, other_leaf) for name, item in fields.items()}
+        kept = [name for name, item in items.items() if item is fields[name]]
+        changed = {name: item for name, item in items.items() if name not in kept}
         return _with_fields(tree, changed) if changed else tree
     return other_leaf(tree)
 
