@@ -294,7 +294,8 @@ class WeightCache(RegionCache):
 
     - writes in place through an alias that is gone before the next use: `.numpy()`, DLPack, `p.untyped_storage()`,
       `torch.ops.aten._unsafe_view`, the `.data` of a view or of a tensor that is not a `Parameter`; or under
-      `torch.autograd._unsafe_preserve_version_counter`. Writes through the `.data` of a parameter are seen;
+      `torch.autograd._unsafe_preserve_version_counter`. Writes through the `.data` of a parameter are seen, but
+      not in TorchScript or in code compiled with `backend="eager"`, which read it in C++ or while they trace;
     - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
     - writes by a kernel of your own, or by another process to the weight's CUDA memory;
     - `torch.distributed.recv` over NCCL, collectives that do not go through `torch.distributed`, and asynchronous ones

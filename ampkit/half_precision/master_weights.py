@@ -20,7 +20,7 @@ from torch.nn import Parameter
 import ampkit_kernels
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.gradients import closures
-from ampkit.gradients.collect import local_tensor, masters_of, moved, set_masters
+from ampkit.gradients.collect import local_tensor, masters_of, moved, note_written, set_masters
 
 __all__ = ["MasterWeights"]
 
@@ -237,12 +237,7 @@ class MasterWeights:
             pair.master.grad = None
 
     def _note_written(self) -> None:
-        """Count the write in version counters, by which autograd finds stale tensors.
-
-        Kernels that write by address do not, and a write to a shard is not counted for its DTensor.
-        """
-        params = self.model_parameters()
-        torch.autograd.graph.increment_version([*params, *map(local_tensor, params)])
+        note_written(self.model_parameters())
         for pair in self._pairs.values():
             pair.version = pair.param._version
 

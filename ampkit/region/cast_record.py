@@ -137,8 +137,8 @@ class CastRecord:
         Raises:
             ValueError: `multiple` is below 1.
         """
-        if multiple < 1:
-            raise ValueError(f"multiple is {multiple}; expected a number of elements of 16 bits, such as 8")
+        if not isinstance(multiple, int) or multiple < 1:
+            raise ValueError(f"multiple is {multiple!r}; expected a number of elements of 16 bits, such as 8")
         misaligned = []
         for call in self.calls:
             sizes, nbytes = _sizes(call.op, call.shapes), call.computed_in[0].itemsize if call.computed_in else 4

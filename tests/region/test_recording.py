@@ -247,6 +247,8 @@ def test_misaligned_sizes_print_as_a_table(net):
          "rows 12 -> 16, in 8 -> 16, out 4 -> 16"],
     ]
     assert str(record.misaligned(4)) == "no size to pad in the matrix products and convolutions that were recorded"
+    with pytest.raises(ValueError, match=r"multiple is 2\.5; expected a number of elements of 16 bits"):
+        record.misaligned(2.5)
     with pytest.raises(ValueError, match="multiple is 0; expected a number of elements of 16 bits"):
         record.misaligned(0)
 
