@@ -29,7 +29,7 @@ def tests(session: nox.Session, torch: str) -> None:
     constraints.write_text(re.sub(r"^(torch|triton)==.*\n", "", pins, flags=re.MULTILINE), encoding="utf-8")
     session.install("-c", str(constraints), f"torch=={torch}", "-e", ".[dev]")
     report = Path(session.create_tmp()) / "report.xml"
-    codes = [0, 1]      # failed tests are a result too
+    codes = [0, 1]  # failed tests are a result too
     session.run("python", "-m", "pytest", f"--junitxml={report}", *session.posargs, success_codes=codes)
     if not any("tests" in argument or argument.startswith("-k") for argument in session.posargs):
         session.run("python", "docs/make_versions.py", str(report), *session.posargs)
@@ -59,5 +59,5 @@ def wheel(session: nox.Session, torch: str) -> None:
     session.install("--force-reinstall", "--no-deps", *map(str, folder.glob("ampkit-*.whl")))
     session.install(f"torch=={torch}", *map(str, folder.glob("ampkit-*.whl")))
     session.chdir(folder)
-    session.run("python", "-I", "-W", "error", "-c", _STEP)     # -I: nothing is imported from the checkout
+    session.run("python", "-I", "-W", "error", "-c", _STEP)  # -I: nothing is imported from the checkout
     session.run("python", "-I", "-m", "ampkit", "--version")

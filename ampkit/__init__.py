@@ -58,12 +58,19 @@ __all__ = [
     "wrap_forward",
 ]
 
-_ON_DEMAND = ("debugging", "integrations")      # imported when first used
+_ON_DEMAND = ("debugging", "integrations")  # imported when first used
 # Names that users of torch.amp and Apex know, and what to use instead.
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("is_autocast_enabled", "is_autocast_cache_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype",
-         "get_autocast_cpu_dtype", "set_autocast_enabled", "set_autocast_dtype"),
+        (
+            "is_autocast_enabled",
+            "is_autocast_cache_enabled",
+            "get_autocast_dtype",
+            "get_autocast_gpu_dtype",
+            "get_autocast_cpu_dtype",
+            "set_autocast_enabled",
+            "set_autocast_dtype",
+        ),
         "torch's function of this name, because regions set torch's own autocast state",
     ),
     "is_autocast_available": "torch.amp.is_autocast_available",
@@ -72,9 +79,20 @@ _ELSEWHERE = {
     "OptState": "torch.amp.grad_scaler.OptState, which ampkit.GradScaler uses",
     "checkpoint": "torch.utils.checkpoint.checkpoint, which recomputes under the region and policy of its forward",
     **dict.fromkeys(
-        ("disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "master_params",
-         "promote_function", "register_float_function", "register_half_function", "register_promote_function",
-         "scale_loss", "state_dict"),
+        (
+            "disable_casts",
+            "float_function",
+            "half_function",
+            "initialize",
+            "load_state_dict",
+            "master_params",
+            "promote_function",
+            "register_float_function",
+            "register_half_function",
+            "register_promote_function",
+            "scale_loss",
+            "state_dict",
+        ),
         "ampkit.amp, which has Apex's names",
     ),
     **dict.fromkeys(("FP16_Optimizer", "fp16_utils"), "ampkit.FP16Optimizer and ampkit.half"),
@@ -89,7 +107,7 @@ _ELSEWHERE = {
     ),
 }
 
-if not TYPE_CHECKING:       # a type checker would accept every name
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         """Import the packages that only some users need."""

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:     # `| head` has ended; without this, flushing at exit would raise again
+    except BrokenPipeError:  # `| head` has ended; without this, flushing at exit would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

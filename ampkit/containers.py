@@ -48,7 +48,7 @@ def map_tensors(
     """Apply `function` to the tensors in `tree`, and `other_leaf` to all other leaves."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, _COMMON_LEAVES):       # to skip the checks below
+    if isinstance(tree, _COMMON_LEAVES):  # to skip the checks below
         return other_leaf(tree)
     if isinstance(tree, list | tuple):
         items = [map_tensors(item, function, other_leaf) for item in tree]
@@ -57,14 +57,12 @@ def map_tensors(
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Mapping):
         items = {key: map_tensors(item, function, other_leaf) for key, item in tree.items()}
-        kept = [key for key, item in items.items() if item is tree[key]]    # Dynamo of torch 2.11 lacks `is not`
+        kept = [key for key, item in items.items() if item is tree[key]]  # Dynamo of torch 2.11 lacks `is not`
         changed = {key: item for key, item in items.items() if key not in kept}
         return _with_items(tree, changed) if changed else tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {
-            field.name: getattr(tree, field.name)
-            for field in dataclasses.fields(tree)
-            if hasattr(tree, field.name)
+            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
         }
         items = {name: map_tensors(item, function, other_leaf) for name, item in fields.items()}
         kept = [name for name, item in items.items() if item is fields[name]]
@@ -75,7 +73,7 @@ def map_tensors(
 
 def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
     """A mapping of the same type with some values replaced; a plain dict if it cannot be copied or written."""
-    if type(mapping) is dict:       # Dynamo cannot trace `copy.copy`
+    if type(mapping) is dict:  # Dynamo cannot trace `copy.copy`
         return {**mapping, **changed}
     try:
         copied: Any = copy.copy(mapping)

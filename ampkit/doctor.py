@@ -22,8 +22,8 @@ from ampkit.engine import self_check
 from ampkit.torch_internals.float8_matmul import lacks_float8
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
-Line = tuple[bool, str]         # whether all is well, and the text of the line
-Comparison = tuple[Tensor, Tensor, float]   # the result, the expected result, and the allowed absolute difference
+Line = tuple[bool, str]  # whether all is well, and the text of the line
+Comparison = tuple[Tensor, Tensor, float]  # the result, the expected result, and the allowed absolute difference
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _torch() -> Iterator[Line]:
 
 def _device(device: torch.device) -> Iterator[Line]:
     """The device, the implementation of the kernel operations, and whether it computes right."""
-    missing_float8 = lacks_float8(device)       # the reason, if the device has no FP8
+    missing_float8 = lacks_float8(device)  # the reason, if the device has no FP8
     if device.type == "cpu":
         yield True, f"{device}: {platform.processor() or platform.machine()}"
         yield True, "  kernels  PyTorch: CPU tensors take PyTorch's own operators"

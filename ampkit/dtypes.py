@@ -13,9 +13,14 @@ REAL_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bflo
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 PRECISIONS = {
-    "float32": torch.float32, "fp32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16, "16-mixed": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "bf16-mixed": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "16-mixed": torch.float16,
 }
 
 _repr = reprlib.Repr()

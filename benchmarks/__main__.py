@@ -110,7 +110,7 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     if earlier:
         environment = earlier[0]["environment"]
     else:
-        python_calls = counts.table()       # before anything else has run here
+        python_calls = counts.table()  # before anything else has run here
         gate_text = "no tests were run" if options.no_gate else gate.pass_gate()
         environment = describe(torch.device(options.device))
         environment |= {"gate": gate_text, "effort": options.effort, "python_calls": python_calls}
@@ -118,7 +118,7 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     if not options.resume:
         running.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-    elif running.exists():      # the last process ended in the middle of this case
+    elif running.exists():  # the last process ended in the middle of this case
         interrupted = json.loads(running.read_text(encoding="utf-8"))
         row = {**interrupted, "device": options.device, "error": "the process ended while this was measured"}
         results.append(path, {**row, "environment": environment})

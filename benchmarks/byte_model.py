@@ -35,7 +35,7 @@ def step(state: int, weight: int = 4, state_of: int = 4, remainder: int = 0, cop
 UNSCALE = Bytes(4, 4)
 NORM = Bytes(4, 0)
 MULTIPLY = Bytes(4, 4)
-UNSCALE_INTO = Bytes(2, 4)      # from half gradients
+UNSCALE_INTO = Bytes(2, 4)  # from half gradients
 CAST_TO_HALF = Bytes(4, 2)
 ADAMW, ADAMW_AMSGRAD, ADAMW_WITH_HALF_COPY = step(2), step(3), step(2, copy=2)
 SGD_MOMENTUM, SGD_PLAIN = step(1), step(0)

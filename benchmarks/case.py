@@ -12,10 +12,10 @@ import torch
 from benchmarks.timing import Run
 
 TORCH = "torch.amp"
-TORCH_OPERATORS = "torch"               # its operators and optimizers, called without a scaler around them
+TORCH_OPERATORS = "torch"  # its operators and optimizers, called without a scaler around them
 AMPKIT = "ampkit"
-SAME_LIST = "ampkit, torch's list"      # ampkit with `Policy.torch`: the same casts as torch.amp
-KEPT = "ampkit, WeightCache"            # the same with a cache that outlives regions
+SAME_LIST = "ampkit, torch's list"  # ampkit with `Policy.torch`: the same casts as torch.amp
+KEPT = "ampkit, WeightCache"  # the same with a cache that outlives regions
 OWN_OPTIMIZER = "ampkit, ampkit.optim"
 
 
@@ -59,7 +59,7 @@ class Case(ABC):
     aims: tuple[Aim, ...] = ()
     seconds: float = 2.0
     sample_seconds: float = 0.0
-    events: bool = False            # whether a GPU's own clock takes the times
+    events: bool = False  # whether a GPU's own clock takes the times
 
     @abstractmethod
     def sides(self, device: torch.device) -> dict[str, Side]:

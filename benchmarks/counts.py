@@ -69,9 +69,9 @@ def launches(job: Job, device: torch.device) -> int | None:
         events = _events(recorded)
     except Exception:  # the times are worth having without this count
         return None
-    return sum(
-        1 for event in events if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
-    ) or None
+    return (
+        sum(1 for event in events if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()) or None
+    )
 
 
 def _events(recorded: profile) -> list[Any]:
@@ -137,7 +137,7 @@ def _region(ours: bool, same_list: bool = False) -> Iterator[Counted]:
     options = {"policy": Policy.torch("cpu")} if ours and same_list else {}
     make: Any = autocast if ours else torch.autocast
     if ours and same_list:
-        with autocast("cpu", policy=Policy.torch("cpu")):     # a policy that is equal, and another object
+        with autocast("cpu", policy=Policy.torch("cpu")):  # a policy that is equal, and another object
             pass
 
     def job() -> None:
@@ -171,7 +171,7 @@ def _scaler(job: str, ours: bool) -> Iterator[Counted]:
 
     def before() -> None:
         if scaler._scale is not None and job != "update":
-            if job != "step":       # otherwise `step` ran as the job
+            if job != "step":  # otherwise `step` ran as the job
                 scaler.step(optimizer)
             scaler.update()
         for param in params:

@@ -66,7 +66,7 @@ def _tools() -> dict[str, Around]:
 
 def _anomaly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")     # it says that it is slow
+        warnings.simplefilter("ignore")  # it says that it is slow
         return torch.autograd.detect_anomaly()
 
 

@@ -67,4 +67,3 @@ def _git(*arguments: str) -> str | None:
 def load() -> float | None:
     """The system's load average over a minute, where it has one."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-

@@ -23,10 +23,12 @@ E4M3 = torch.float8_e4m3fn
 TENSOR, ROW = kernels.Scaling(False, E4M3, False), kernels.Scaling(True, E4M3, True)
 FORMS = {
     "one scale": (TENSOR, TENSOR, byte_model.FLOAT8_TENSOR),
-    "rows and columns": (ROW, ROW, byte_model.FLOAT8_ROWS_AND_COLUMNS), "rows": (ROW, None, byte_model.FLOAT8_ROWS),
+    "rows and columns": (ROW, ROW, byte_model.FLOAT8_ROWS_AND_COLUMNS),
+    "rows": (ROW, None, byte_model.FLOAT8_ROWS),
 }
 RECIPES = {
-    Rule.FLOAT8_TENSORWISE: "tensorwise", Rule.FLOAT8_ROWWISE: "rowwise",
+    Rule.FLOAT8_TENSORWISE: "tensorwise",
+    Rule.FLOAT8_ROWWISE: "rowwise",
     Rule.FLOAT8_ROWWISE_GW_HP: "rowwise_with_gw_hp",
 }
 
@@ -89,7 +91,8 @@ class Linear(Case):
         policy = default.with_rules({"aten::linear": self.rule})
         compiled = torch.compile(layer)
         sides = {
-            BF16: side(functools.partial(job, layer, default)), AMPKIT: side(functools.partial(job, layer, policy)),
+            BF16: side(functools.partial(job, layer, default)),
+            AMPKIT: side(functools.partial(job, layer, policy)),
             f"{AMPKIT}, compiled": side(functools.partial(job, compiled, policy)),
         }
         if importlib.util.find_spec("torchao"):

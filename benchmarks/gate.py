@@ -12,7 +12,9 @@ from benchmarks.environment import ROOT
 
 # Results equal to torch.amp's, gradients and clipping, and the benchmarks' own arithmetic.
 FILES = (
-    "tests/parity/test_bitwise_training.py", "tests/benchmarks", "tests/gradients/test_clipping.py",
+    "tests/parity/test_bitwise_training.py",
+    "tests/benchmarks",
+    "tests/gradients/test_clipping.py",
     "tests/gradients/test_gradients.py",
 )
 
@@ -23,8 +25,10 @@ def pass_gate() -> str:
     Raises `RuntimeError` with the end of pytest's output if a test fails or pytest is missing.
     """
     if importlib.util.find_spec("pytest") is None:
-        raise RuntimeError("pytest is not installed, so no test can vouch for the figures; install it or use "
-                           "--no-gate, and the report will say so")
+        raise RuntimeError(
+            "pytest is not installed, so no test can vouch for the figures; install it or use "
+            "--no-gate, and the report will say so"
+        )
     print("running tests first", flush=True)
     ran = run_tests(FILES)
     tail = ran.stdout.splitlines()[-15:]
@@ -38,5 +42,9 @@ def run_tests(files: Sequence[str]) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )

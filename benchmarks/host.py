@@ -30,7 +30,11 @@ SIZES = (1, 150, 1000)
 STEPS = ("AdamW step", "SGD step")
 LIMITS = {"AdamW step": 1.0, "SGD step": 1.0, "unscale": 1.2, "clip": 1.2}
 _IN_PLACE = (
-    "_fused_adamw_", "_fused_sgd_", "_foreach_add_", "_foreach_sub_", "_foreach_mul_",
+    "_fused_adamw_",
+    "_fused_sgd_",
+    "_foreach_add_",
+    "_foreach_sub_",
+    "_foreach_mul_",
     "_amp_foreach_non_finite_check_and_unscale_",
 )
 
@@ -46,8 +50,10 @@ def without_launches(norms: list[Tensor]) -> Iterator[None]:
     from ampkit_kernels.triton_ops.unscale import unscale_kernel
 
     stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
-        *((torch, name, nothing) for name in _IN_PLACE), (torch, "_foreach_norm", lambda *_, **__: norms),
-        (type(unscale_kernel), "__getitem__", lambda *_: nothing), (implementation, "why_not_triton", nothing),
+        *((torch, name, nothing) for name in _IN_PLACE),
+        (torch, "_foreach_norm", lambda *_, **__: norms),
+        (type(unscale_kernel), "__getitem__", lambda *_: nothing),
+        (implementation, "why_not_triton", nothing),
         (ampkit_kernels, "backend", lambda _: triton_ops),
     ]
     with contextlib.ExitStack() as stack:
@@ -112,10 +118,10 @@ class Host(Case):
         if self.job in STEPS:
             return optimizer.step
         if self.job == "clip":
-            optimizer = torch.optim.SGD(params, lr=1.0)     # takes no multiplier: clipping rewrites gradients
+            optimizer = torch.optim.SGD(params, lr=1.0)  # takes no multiplier: clipping rewrites gradients
 
         def job() -> None:
-            scaler._per_optimizer_states.clear()    # READY again without update(), which is timed elsewhere
+            scaler._per_optimizer_states.clear()  # READY again without update(), which is timed elsewhere
             if self.job == "clip" and isinstance(scaler, GradScaler):
                 scaler.clip_grad_norm_(optimizer, 1.0)
                 return

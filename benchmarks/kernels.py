@@ -21,7 +21,7 @@ from benchmarks.case import AMPKIT, TORCH_OPERATORS, Aim, Case, Side, WrongAnswe
 from benchmarks.parameter_lists import LISTS, REHEARSAL, Shape
 
 Job = Callable[[], object]
-Made = tuple[dict[str, Job], list[Tensor]]      # a job's sides, and the tensors that it writes and that can be compared
+Made = tuple[dict[str, Job], list[Tensor]]  # a job's sides, and the tensors that it writes and that can be compared
 FOREACH, COPY = "torch foreach", "copy of as many bytes"
 MAX_NORM = 1.0
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -157,8 +157,20 @@ def our_adamw(m: Material) -> Callable[[Tensor | None], None]:
 
     def step(multiplier: Tensor | None) -> None:
         kernels.adamw_(
-            masters, m.grads, first, second, [], steps, lr=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
-            multiplier=multiplier, found_inf=m.found_inf, impl=m.impl,
+            masters,
+            m.grads,
+            first,
+            second,
+            [],
+            steps,
+            lr=1e-6,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.01,
+            multiplier=multiplier,
+            found_inf=m.found_inf,
+            impl=m.impl,
         )
 
     return step
@@ -195,10 +207,14 @@ def clip_adamw(m: Material) -> Made:
 
 # The job by name, and the dtypes of the gradients that it is measured with.
 JOBS: dict[str, tuple[Callable[[Material], Made], tuple[str, ...]]] = {
-    "unscale": (unscale, ("fp32", "fp16", "bf16")), "unscale into float32": (unscale_into, ("fp16", "bf16")),
+    "unscale": (unscale, ("fp32", "fp16", "bf16")),
+    "unscale into float32": (unscale_into, ("fp16", "bf16")),
     "unscale + clip": (clip, ("fp32", "fp16", "bf16")),
-    "unscale + clip, factor 1": (lambda m: clip(m, float("inf")), ("fp32",)), "cast to half": (cast, ("fp32",)),
-    "SGD step": (sgd, ("fp32",)), "AdamW step": (adamw, ("fp32",)), "clip + AdamW": (clip_adamw, ("fp32", "bf16")),
+    "unscale + clip, factor 1": (lambda m: clip(m, float("inf")), ("fp32",)),
+    "cast to half": (cast, ("fp32",)),
+    "SGD step": (sgd, ("fp32",)),
+    "AdamW step": (adamw, ("fp32",)),
+    "clip + AdamW": (clip_adamw, ("fp32", "bf16")),
 }
 
 
@@ -228,9 +244,7 @@ class Kernel(Case):
             sides[COPY] = self._side(m, COPY, lambda: target.copy_(source), [], None)
         return sides
 
-    def _side(
-        self, m: Material, name: str, job: Job, written: list[Tensor], saved: list[Tensor] | None
-    ) -> Side:
+    def _side(self, m: Material, name: str, job: Job, written: list[Tensor], saved: list[Tensor] | None) -> Side:
         sets = itertools.cycle([m.grads, [grad.clone() for grad in m.grads]]) if self.moving else None
 
         def before() -> None:
@@ -291,7 +305,11 @@ def cases() -> list[Case]:
                         continue
                     aims = AIMS.get((name, job), ()) if dtype == "fp32" else ()
                     case = Kernel(
-                        name=f"{job}, {name}, {dtype}", job=job, shapes=shapes, dtype=DTYPES[dtype], devices=(device,),
+                        name=f"{job}, {name}, {dtype}",
+                        job=job,
+                        shapes=shapes,
+                        dtype=DTYPES[dtype],
+                        devices=(device,),
                         aims=tuple(Aim(AMPKIT, limit, side) for side, limit in aims),
                     )
                     all_cases.append(case)

@@ -41,13 +41,16 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
     # Other programs disturb processor time less than wall time; on a GPU a user waits for wall time.
     aimed = "cpu" if device.type == "cpu" else "wall"
     row: Row = {
-        "family": case.family, "name": case.name, "base": case.base, "device": device.type,
+        "family": case.family,
+        "name": case.name,
+        "base": case.base,
+        "device": device.type,
         "clock": "events" if isinstance(clock, EventClock) else "host",
-        "rounds": len(samples[case.base]), "calls": calls,
+        "rounds": len(samples[case.base]),
+        "calls": calls,
         "load": load(),
         "sides": {
-            name: {**_times(samples[name], samples[case.base]), "facts": side.facts()}
-            for name, side in sides.items()
+            name: {**_times(samples[name], samples[case.base]), "facts": side.facts()} for name, side in sides.items()
         },
         "aims": [_outcome(aim, samples, aimed) for aim in case.aims if {aim.side, aim.base} <= sides.keys()],
     }

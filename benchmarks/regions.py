@@ -23,7 +23,7 @@ from benchmarks.timing import Run
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
 PLAIN, BARE = "no region", "bare dispatch mode"
-WIDTH = 64      # of the weights that are cast
+WIDTH = 64  # of the weights that are cast
 
 
 class PassThrough(TorchDispatchMode):
@@ -98,7 +98,7 @@ class Operator(Case):
         compared = regions(device.type)
         del compared[KEPT]
         if self.operator == LINEAR:
-            del compared[BARE]     # the call depends on autocast being on, and a bare mode casts nothing
+            del compared[BARE]  # the call depends on autocast being on, and a bare mode casts nothing
         return {name: Side(self._repeated(region, device)) for name, region in compared.items()}
 
     def _repeated(self, region: Region, device: torch.device) -> Run:
@@ -112,7 +112,7 @@ class Operator(Case):
         def run(calls: int) -> None:
             inner = torch.autocast(device.type, enabled=False) if self.disabled else contextlib.nullcontext()
             with torch.set_grad_enabled(self.grad), region(), inner:
-                call()      # weights are in the cache from here on
+                call()  # weights are in the cache from here on
                 for _ in range(calls):
                     call()
 
@@ -187,13 +187,14 @@ class WeightCasts(Case):
 
 def cases() -> list[Case]:
     """Every case of the three kinds."""
-    unlisted = (Aim(AMPKIT, 1.35, BARE),)       # relative to a mode that sees every operator from Python
+    unlisted = (Aim(AMPKIT, 1.35, BARE),)  # relative to a mode that sees every operator from Python
     all_cases: list[Case] = [
         Operator(name=name, operator=name, aims=unlisted if "unlisted" in name else ()) for name in (*CALLS, LINEAR)
     ]
     all_cases += [
         Operator(name=f"{LINEAR}, with autograd", operator=LINEAR, grad=True),
         Operator(name="mm, disabled inside", operator="mm, nothing to cast", disabled=True),
-        Entering(name="make, enter and leave"), Entering(name="disabled, inside another", nested=True),
+        Entering(name="make, enter and leave"),
+        Entering(name="disabled, inside another", nested=True),
     ]
     return all_cases + [WeightCasts(name=f"{count} weights", weights=count) for count in (10, 100, 1000)]

@@ -33,8 +33,7 @@ def choose(device_type: str, patterns: Sequence[str] = ()) -> list[Case]:
     if not patterns:
         return [case for case in able if case.everyday]
     chosen = [
-        case for case in able
-        if any(fnmatch.fnmatch(f"{case.family}/{case.name}", pattern) for pattern in patterns)
+        case for case in able if any(fnmatch.fnmatch(f"{case.family}/{case.name}", pattern) for pattern in patterns)
     ]
     if not chosen:
         families = ", ".join(sorted({case.family for case in able}))

@@ -95,8 +95,12 @@ def _host(row: Row, name: str) -> str:
 
 # Further tables of a family, by title; a table is shown if any side has such a fact.
 FACTS: dict[str, Callable[[Row, str], str]] = {
-    "GB/s": _rate, "Host time": _host, "Launches": _fact("launches"), "Casts": _fact("casts"),
-    "Peak memory": _fact("peak_bytes", amount), "Copies": _fact("copies"),
+    "GB/s": _rate,
+    "Host time": _host,
+    "Launches": _fact("launches"),
+    "Casts": _fact("casts"),
+    "Peak memory": _fact("peak_bytes", amount),
+    "Copies": _fact("copies"),
     "Loss at the end": _fact("final_loss", "{:.4f}".format),
 }
 
@@ -135,7 +139,8 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
         f"effort {e['effort']:g}; ampkit at {commit}.",
         "The base has its times, processor time first, then wall time; every other side the same two over the base's: "
         "the median over rounds, with 20 % and 80 % quantiles of the first. On a GPU's own clock there is one.",
-        f"{level} Python calls of the code that runs in every step", "Functions of ampkit and torch.amp, and all.",
+        f"{level} Python calls of the code that runs in every step",
+        "Functions of ampkit and torch.amp, and all.",
         "\n".join(["| job | ampkit | torch |", "| --- | --- | --- |", *calls]),
     ]
     for family, members in groupby(shown(rows), key=lambda row: row["family"]):
@@ -148,7 +153,8 @@ def aims(rows: Sequence[Row]) -> str:
     lines = [
         f"| {row['family']}/{row['name']} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
         f"{spread(aim['ratio'])} | {'reached' if aim['ratio']['median'] <= aim['limit'] else '**missed**'} |"
-        for row in shown(rows) for aim in row["aims"]
+        for row in shown(rows)
+        for aim in row["aims"]
     ]
     head = ["## Aims", "", "| case | side | beside | at most | found | |", "| --- | --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *lines]) if lines else ""

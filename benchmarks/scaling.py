@@ -16,7 +16,7 @@ from ampkit import GradScaler
 from ampkit.optim import AdamW
 from benchmarks.case import AMPKIT, OWN_OPTIMIZER, TORCH, Aim, Case, Side, WrongAnswerError
 
-SCALE = 2.0     # not 1, and exact
+SCALE = 2.0  # not 1, and exact
 
 
 class Idle(torch.optim.SGD):
@@ -45,7 +45,8 @@ class Scaling(Case):
             return {TORCH: self._side(torch.amp.GradScaler, Idle, device), AMPKIT: self._side(GradScaler, Idle, device)}
         fused = functools.partial(torch.optim.AdamW, fused=True)
         return {
-            TORCH: self._side(torch.amp.GradScaler, fused, device), AMPKIT: self._side(GradScaler, fused, device),
+            TORCH: self._side(torch.amp.GradScaler, fused, device),
+            AMPKIT: self._side(GradScaler, fused, device),
             OWN_OPTIMIZER: self._side(GradScaler, functools.partial(AdamW, fused=True), device),
         }
 
@@ -75,7 +76,8 @@ class Scaling(Case):
             # Cleared, the scaler is READY again without update(), which is timed elsewhere.
             "unscale": (lambda: scaler.unscale_(optimizer), scaler._per_optimizer_states.clear),
             "clip": (clip, scaler._per_optimizer_states.clear),
-            "clip + AdamW": (clip, step), "AdamW": (lambda: None, step),
+            "clip + AdamW": (clip, step),
+            "AdamW": (lambda: None, step),
             "python": (lambda: scaler.scale(loss), step),
         }
         first, then = jobs[self.job]
@@ -121,7 +123,11 @@ def cases() -> list[Case]:
     small = (Aim(AMPKIT, 1.1), Aim(OWN_OPTIMIZER, 1.1))
     all_cases: list[Case] = [
         Scaling(
-            name=f"{job}, {tensors} x {label}", job=job, tensors=tensors, elements=elements, aims=aims.get(job, ()),
+            name=f"{job}, {tensors} x {label}",
+            job=job,
+            tensors=tensors,
+            elements=elements,
+            aims=aims.get(job, ()),
             seconds=2.5,
         )
         for job in ("unscale", "clip", "clip + AdamW")
@@ -133,14 +139,21 @@ def cases() -> list[Case]:
     ]
     all_cases += [
         Scaling(
-            name=f"scale + step + update, {count} parameter{'s' * (count > 1)}", job="python", tensors=count,
-            sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),), seconds=1.5,
+            name=f"scale + step + update, {count} parameter{'s' * (count > 1)}",
+            job="python",
+            tensors=count,
+            sample_seconds=1e-3,
+            aims=(Aim(AMPKIT, 1.0),),
+            seconds=1.5,
         )
         for count in (1, 10, 100, 1000)
     ]
     return all_cases + [
         Scaling(
-            name=f"clip, one tensor of 1e{power}", job="clip", elements=10**power, seconds=1.5,
+            name=f"clip, one tensor of 1e{power}",
+            job="clip",
+            elements=10**power,
+            seconds=1.5,
             devices=("cpu", "cuda") if power <= 7 else ("cuda",),
         )
         for power in (3, 5, 7, 9)

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import torch
 
-Run = Callable[[int], object]       # runs the job that many times
+Run = Callable[[int], object]  # runs the job that many times
 
-FLUSHED_BYTES = 256 << 20           # several times the largest second-level cache
-CYCLES_PER_S = 2e9                  # a fast GPU clock; on a slower GPU the wait is longer
+FLUSHED_BYTES = 256 << 20  # several times the largest second-level cache
+CYCLES_PER_S = 2e9  # a fast GPU clock; on a slower GPU the wait is longer
 MOST_HEAD_START = 0.05
 
 
@@ -44,9 +44,9 @@ class Spread:
 class Sample:
     """Seconds per call of one timed stretch."""
 
-    wall: float     # until the device was done; on an `EventClock` the device's own time
-    host: float     # until the call returned, which is `wall` on a CPU
-    cpu: float      # CPU time of this process, all threads; other load disturbs it least
+    wall: float  # until the device was done; on an `EventClock` the device's own time
+    host: float  # until the call returned, which is `wall` on a CPU
+    cpu: float  # CPU time of this process, all threads; other load disturbs it least
 
 
 class Clock(Protocol):
@@ -64,7 +64,7 @@ class HostClock:
 
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.process_time
-    wait: Callable[[], object] = lambda: None       # blocks until the device is idle
+    wait: Callable[[], object] = lambda: None  # blocks until the device is idle
     warm_up: int = 1
 
     def now(self) -> float:
@@ -90,7 +90,7 @@ class EventClock:
     `host`. The previous sample says how long the host takes.
     """
 
-    warm_up = 3     # the first compiles, the second measures the host
+    warm_up = 3  # the first compiles, the second measures the host
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -174,6 +174,4 @@ def ratios(ours: Sequence[Sample], theirs: Sequence[Sample], clock: str = "wall"
     """
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} samples beside {len(theirs)}; ratios need one of each per round")
-    return Spread.of([
-        getattr(a, clock) / max(getattr(b, clock), 1e-12) for a, b in zip(ours, theirs, strict=True)
-    ])
+    return Spread.of([getattr(a, clock) / max(getattr(b, clock), 1e-12) for a, b in zip(ours, theirs, strict=True)])

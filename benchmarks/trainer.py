@@ -17,7 +17,7 @@ from benchmarks.case import AMPKIT, KEPT, OWN_OPTIMIZER, SAME_LIST, TORCH
 from benchmarks.workloads import Batch, Workload, loss_of
 
 FP32 = "fp32"
-BATCHES = 4     # steps with different micro-batches, which then repeat
+BATCHES = 4  # steps with different micro-batches, which then repeat
 CLIP = 1.0
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -28,7 +28,7 @@ class Training(Case):
     def sides(self, device: torch.device) -> dict[str, Side]:
         workload = _drawn_once(self.workload())
         if self.variant.run in ("compiled", "around"):
-            torch.compiler.reset()      # trainers share code objects; after eight recompilations torch runs one eagerly
+            torch.compiler.reset()  # trainers share code objects; after eight recompilations torch runs one eagerly
         return {way: self.side(workload, way, device) for way in ways(self.variant, device)}
 
     def side(self, workload: Workload, way: str, device: torch.device) -> Side:
@@ -67,8 +67,10 @@ class Training(Case):
             if name not in losses:
                 continue
             loss = losses[name]
-            equal = torch.equal(loss, wanted) if exact and loss.device.type == "cpu" else torch.allclose(
-                loss, wanted, rtol=2e-2, atol=1e-3
+            equal = (
+                torch.equal(loss, wanted)
+                if exact and loss.device.type == "cpu"
+                else torch.allclose(loss, wanted, rtol=2e-2, atol=1e-3)
             )
             if not equal:
                 raise WrongAnswerError(
@@ -107,10 +109,16 @@ def small() -> list[Case]:
     )
     return [
         Training(
-            name=f"{name}, {variant}", family="small", workload=workload, variant=variant, devices=devices,
-            aims=(Aim(AMPKIT, 1.1),), seconds=3.0,
+            name=f"{name}, {variant}",
+            family="small",
+            workload=workload,
+            variant=variant,
+            devices=devices,
+            aims=(Aim(AMPKIT, 1.1),),
+            seconds=3.0,
         )
-        for name, workload, devices in models for variant in (Variant(scaled=True), Variant(scaled=True, clip=True))
+        for name, workload, devices in models
+        for variant in (Variant(scaled=True), Variant(scaled=True, clip=True))
     ]
 
 
@@ -118,23 +126,31 @@ def compiled() -> list[Case]:
     """A region around a compiled model, and one that is compiled with it."""
     all_cases: list[Case] = [
         Training(
-            name=f"d={width}, 2 x 16 tokens, region around", family="compiled", variant=Variant(run="around"),
-            workload=lambda width=width: workloads.gpt(width, 4, 2, 16, 256, 2), aims=(Aim(AMPKIT, 1.02),),
+            name=f"d={width}, 2 x 16 tokens, region around",
+            family="compiled",
+            variant=Variant(run="around"),
+            workload=lambda width=width: workloads.gpt(width, 4, 2, 16, 256, 2),
+            aims=(Aim(AMPKIT, 1.02),),
         )
         for width in (32, 128)
     ]
     variant = Variant(run="compiled")
     return all_cases + [
         Training(
-            name=f"{name}, inductor, region inside", family="compiled", workload=workload, variant=variant,
-            devices=devices, everyday=False,
+            name=f"{name}, inductor, region inside",
+            family="compiled",
+            workload=workload,
+            variant=variant,
+            devices=devices,
+            everyday=False,
         )
         for name, workload, devices in MODELS
     ]
 
 
 MODELS: tuple[tuple[str, Callable[[], Workload], tuple[str, ...]], ...] = (
-    ("digits CNN", workloads.digits, EVERYWHERE), ("char-GPT", workloads.characters, FAST),
+    ("digits CNN", workloads.digits, EVERYWHERE),
+    ("char-GPT", workloads.characters, FAST),
     ("LSTM", lambda: workloads.lstm(128, 2, 16, 32), FAST),
 )
 
@@ -157,7 +173,10 @@ def widths() -> list[Case]:
     """The same four-block transformer at growing width, from overhead to arithmetic."""
     return [
         Training(
-            name=f"d={width}", family="width", aims=EQUAL if width >= 256 else (), seconds=4.0,
+            name=f"d={width}",
+            family="width",
+            aims=EQUAL if width >= 256 else (),
+            seconds=4.0,
             devices=EVERYWHERE if width <= 128 else FAST,
             workload=lambda width=width: workloads.gpt(width, 4, 4, 32, 256, max(2, width // 64)),
         )
@@ -168,10 +187,16 @@ def widths() -> list[Case]:
 def accumulation() -> list[Case]:
     """Eight micro-batches of few tokens, where casting the weights is much of the work."""
     variant = Variant(BF16, 8)
-    return [Training(
-        name=f"d=256, 2 blocks, 1 x 8 tokens, {variant}", family="accumulation", variant=variant, seconds=8.0,
-        workload=lambda: workloads.gpt(256, 2, 1, 8, 256, 4), aims=(Aim(KEPT, 0.85),),
-    )]
+    return [
+        Training(
+            name=f"d=256, 2 blocks, 1 x 8 tokens, {variant}",
+            family="accumulation",
+            variant=variant,
+            seconds=8.0,
+            workload=lambda: workloads.gpt(256, 2, 1, 8, 256, 4),
+            aims=(Aim(KEPT, 0.85),),
+        )
+    ]
 
 
 def large() -> list[Case]:
@@ -182,22 +207,29 @@ def large() -> list[Case]:
     }
     # The variant; whether the default run has it, as a run should take minutes; its aims.
     variants: dict[Variant, tuple[bool, tuple[Aim, ...]]] = {
-        Variant(BF16): (True, EQUAL), Variant(FP16): (False, EQUAL), Variant(BF16, 8): (True, (Aim(KEPT, 0.95),)),
+        Variant(BF16): (True, EQUAL),
+        Variant(FP16): (False, EQUAL),
+        Variant(BF16, 8): (True, (Aim(KEPT, 0.95),)),
         Variant(BF16, clip=True): (False, (Aim(OWN_OPTIMIZER, 0.95),)),
         Variant(FP16, clip=True): (True, (Aim(OWN_OPTIMIZER, 0.95),)),
-        Variant(BF16, run="compiled"): (False, ()), Variant(BF16, run="graph"): (False, ()),
+        Variant(BF16, run="compiled"): (False, ()),
+        Variant(BF16, run="graph"): (False, ()),
     }
     return [
         Training(
-            name=f"{name}, {variant}", workload=workload, variant=variant, devices=("cuda",), everyday=everyday,
-            aims=aims, seconds=8.0,
+            name=f"{name}, {variant}",
+            workload=workload,
+            variant=variant,
+            devices=("cuda",),
+            everyday=everyday,
+            aims=aims,
+            seconds=8.0,
         )
-        for name, workload in models.items() for variant, (everyday, aims) in variants.items()
+        for name, workload in models.items()
+        for variant, (everyday, aims) in variants.items()
     ]
 
 
 def cases() -> list[Case]:
     """Every training case."""
     return small() + compiled() + accumulation() + widths() + models() + large()
-
-

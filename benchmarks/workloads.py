@@ -149,7 +149,7 @@ def gpt(width: int, blocks: int, batch: int, length: int, tokens: int, heads: in
 
     def build() -> nn.Module:
         model = Decoder(tokens, width, heads, blocks, length)
-        for table in (model.embedding, model.position):     # as in GPT-2; torch's unit normal would dominate the blocks
+        for table in (model.embedding, model.position):  # as in GPT-2; torch's unit normal would dominate the blocks
             nn.init.normal_(table.weight, std=0.02)
         return model
 
@@ -173,7 +173,7 @@ def _demo_batches(task: str, *sizes: int) -> Callable[[int, torch.Generator], li
 
         try:
             source = TASKS[task](torch.device("cpu"), *sizes)
-        except ImportError as error:    # the digits come with scikit-learn
+        except ImportError as error:  # the digits come with scikit-learn
             raise UnavailableError(f"the {task} need {error.name}, which is not installed") from error
         return [source.batch(generator) for _ in range(count)]
 

@@ -32,7 +32,7 @@ import ampkit
 from ampkit import GradScaler, Policy, Rule, autocast
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-GROWTH_INTERVAL = 20        # torch's 2,000 steps would never let the scale grow in a demo
+GROWTH_INTERVAL = 20  # torch's 2,000 steps would never let the scale grow in a demo
 
 
 class DigitsNet(nn.Sequential):
@@ -86,7 +86,7 @@ class CharGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, alphabet)
-        for table in (self.embed, self.position):       # with torch's unit normal training starts slowly
+        for table in (self.embed, self.position):  # with torch's unit normal training starts slowly
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
-    step_bytes: int | None = None       # most memory that a step needed beyond what was allocated before it
+    step_bytes: int | None = None  # most memory that a step needed beyond what was allocated before it
     held_out: float | None = None
 
 
@@ -237,7 +237,7 @@ class Run:
         record.losses.append(loss.item())
         if self.scaler.is_enabled():
             record.scales.append(self.scaler.get_scale())
-            if record.scales[-1] < before:      # only a skipped step lowers the scale
+            if record.scales[-1] < before:  # only a skipped step lowers the scale
                 record.skipped_steps.append(len(record.losses))
 
 
@@ -252,8 +252,12 @@ def make_runs(task: Digits | Characters, device: torch.device, dtype: str, seed:
     options: dict[str, Any] = {"growth_interval": GROWTH_INTERVAL, "enabled": dtype == "fp16"}
     ways: list[tuple[str, str, Callable[[], AbstractContextManager], torch.amp.GradScaler]] = [
         ("fp32", "fp32", nullcontext, torch.amp.GradScaler(device_type, enabled=False)),
-        ("torch.amp", "bf16" if dtype == "fp8" else dtype, lambda: torch.autocast(device_type, low),
-         torch.amp.GradScaler(device_type, **options)),
+        (
+            "torch.amp",
+            "bf16" if dtype == "fp8" else dtype,
+            lambda: torch.autocast(device_type, low),
+            torch.amp.GradScaler(device_type, **options),
+        ),
         ("ampkit", dtype, lambda: autocast(device_type, low), GradScaler(device_type, **options)),
     ]
     runs = []
@@ -346,18 +350,25 @@ def print_table(results: dict[str, Any]) -> None:
         native = statistics.median(runs[1].seconds)
         for run in runs:
             median = statistics.median(run.seconds)
-            rows.append((
-                name, run.name, run.dtype, f"{run.losses[-1]:.4f}", f"{run.held_out:.2f} {task['unit']}",
-                f"{1e3 * median:.1f}", f"{median / native:.2f}x",
-                f"{len(run.skipped_steps)}/{len(run.losses)}" if run.scales else "-",
-                f"{run.step_bytes / 2**20:.1f} MiB" if run.step_bytes else "-",
-            ))
+            rows.append(
+                (
+                    name,
+                    run.name,
+                    run.dtype,
+                    f"{run.losses[-1]:.4f}",
+                    f"{run.held_out:.2f} {task['unit']}",
+                    f"{1e3 * median:.1f}",
+                    f"{median / native:.2f}x",
+                    f"{len(run.skipped_steps)}/{len(run.losses)}" if run.scales else "-",
+                    f"{run.step_bytes / 2**20:.1f} MiB" if run.step_bytes else "-",
+                )
+            )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-STYLES: dict[str, dict[str, Any]] = {       # widest first: where curves coincide, those below stay visible
+STYLES: dict[str, dict[str, Any]] = {  # widest first: where curves coincide, those below stay visible
     "fp32": {"color": "#b8bcc4", "linewidth": 4.5},
     "torch.amp": {"color": "#2b6cb0", "linewidth": 2.2},
     "ampkit": {"color": "#dd6b20", "linewidth": 1.4, "linestyle": (0, (3, 2))},
@@ -423,10 +434,15 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     device, names = options.device, list(TASKS) if options.model == "both" else [options.model]
     results: dict[str, Any] = {
-        "seed": options.seed, "device": str(device), "tasks": {},
+        "seed": options.seed,
+        "device": str(device),
+        "tasks": {},
         "machine": {
-            "platform": platform.platform(), "python": platform.python_version(), "torch": torch.__version__,
-            "ampkit": ampkit.__version__, "torch_threads": torch.get_num_threads(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "ampkit": ampkit.__version__,
+            "torch_threads": torch.get_num_threads(),
         },
     }
     print(f"fp32, torch.amp and ampkit side by side on {device}: same seed, same batches, in turns.")
@@ -457,7 +473,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo", description="Train in fp32, with torch.amp and with ampkit.")
     parser.add_argument("--model", choices=[*TASKS, "both"], default="both", help="the model to train (default: both)")
     parser.add_argument(
-        "--dtype", choices=DTYPES,
+        "--dtype",
+        choices=DTYPES,
         help="of torch.amp and ampkit (default: fp16; bf16 for gpt on a CPU); fp8 is beside torch.amp in bf16",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator, else cpu)")

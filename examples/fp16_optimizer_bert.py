@@ -61,10 +61,14 @@ def main(arguments: Sequence[str] = ()) -> float:
         x, train_x = x.half(), train_x.half()
     undecayed = ("bias", "LayerNorm")
     groups = [
-        {"params": [p for n, p in model.named_parameters() if not any(part in n for part in undecayed)],
-         "weight_decay": 0.01},
-        {"params": [p for n, p in model.named_parameters() if any(part in n for part in undecayed)],
-         "weight_decay": 0.0},
+        {
+            "params": [p for n, p in model.named_parameters() if not any(part in n for part in undecayed)],
+            "weight_decay": 0.01,
+        },
+        {
+            "params": [p for n, p in model.named_parameters() if any(part in n for part in undecayed)],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = AdamW(groups, lr=args.learning_rate)
     if args.fp16:

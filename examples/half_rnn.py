@@ -23,7 +23,7 @@ class Tagger(nn.Module):
 
     def forward(self, packed: nn.utils.rnn.PackedSequence) -> Tensor:
         n = int(packed.batch_sizes[0])
-        state = torch.zeros(2, n, 24)       # made here, in float32
+        state = torch.zeros(2, n, 24)  # made here, in float32
         first = (state, state) if isinstance(self.rnn, nn.LSTM) else state
         output, _ = self.rnn(packed, first)
         padded, _ = pad_packed_sequence(output)

@@ -27,9 +27,14 @@ class Run:
     def __init__(self, opt_level: str, dtype: torch.dtype, device: str) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-            nn.Flatten(), nn.Linear(512, 10),
+            nn.Conv2d(1, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(512, 10),
         ).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         low: dict[str, Any] = {} if opt_level == "O0" else {"dtype": dtype}

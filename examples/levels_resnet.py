@@ -35,8 +35,12 @@ class Block(nn.Module):
 def resnet(width: int = 12) -> nn.Module:
     """A ResNet for 8 by 8 images."""
     return nn.Sequential(
-        nn.Conv2d(1, width, 3, 1, 1), Block(width, width, 1), Block(width, 2 * width, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
+        nn.Conv2d(1, width, 3, 1, 1),
+        Block(width, width, 1),
+        Block(width, 2 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, 10),
     )
 
 

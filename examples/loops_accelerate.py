@@ -17,7 +17,7 @@ def main(steps: int = 16) -> float:
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-    optimizer = ampkit.optim.AdamW(model.parameters(), lr=0.01)     # unscales, clips and skips in one kernel
+    optimizer = ampkit.optim.AdamW(model.parameters(), lr=0.01)  # unscales, clips and skips in one kernel
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
@@ -27,11 +27,11 @@ def main(steps: int = 16) -> float:
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
             accelerator.backward(loss)
             if step == 5:
-                next(iter(model.parameters())).grad[0, 0] = torch.inf       # an overflow
+                next(iter(model.parameters())).grad[0, 0] = torch.inf  # an overflow
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
-            scheduler.step()                                        # waits when the step was skipped
+            scheduler.step()  # waits when the step was skipped
             if accelerator.optimizer_step_was_skipped and accelerator.sync_gradients:
                 print(f"step {step} was skipped:\n{accelerator.scaler.overflow_report(model)}")
             optimizer.zero_grad()

@@ -37,9 +37,17 @@ class Regression(LightningModule):
 def with_the_trainer() -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            accelerator=DEVICE, devices=1, max_epochs=2, gradient_clip_val=1.0, accumulate_grad_batches=2,
-            default_root_dir=folder, log_every_n_steps=4, enable_checkpointing=False, enable_progress_bar=False,
-            plugins=[MixedPrecision("16-mixed", DEVICE, cache=WeightCache())], callbacks=[ScaleMonitor()],
+            accelerator=DEVICE,
+            devices=1,
+            max_epochs=2,
+            gradient_clip_val=1.0,
+            accumulate_grad_batches=2,
+            default_root_dir=folder,
+            log_every_n_steps=4,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            plugins=[MixedPrecision("16-mixed", DEVICE, cache=WeightCache())],
+            callbacks=[ScaleMonitor()],
         )
         trainer.fit(Regression(), batches())
     return trainer.callback_metrics
@@ -55,7 +63,7 @@ def with_fabric() -> float:
         optimizer.zero_grad()
         loss = (model(inputs) - targets).square().mean()
         fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)     # the scaler skips those
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)  # the scaler skips those
         optimizer.step()
     return loss.item()
 

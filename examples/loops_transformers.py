@@ -12,9 +12,7 @@ from ampkit.integrations.transformers import use_ampkit
 
 def main(steps: int = 8) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-    )
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     model = BertForSequenceClassification(config)
     rows = [{"input_ids": torch.randint(1, 64, (12,)), "labels": torch.tensor(row % 2)} for row in range(64)]
     cpu = not torch.cuda.is_available()

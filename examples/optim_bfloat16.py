@@ -27,7 +27,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16, remainder": {"masters": "remainder"},
     "bfloat16, remainder, bfloat16 moments": {"masters": "remainder", "state_dtype": torch.bfloat16},
     "bfloat16, remainder, stochastic moments": {
-        "masters": "remainder", "state_dtype": torch.bfloat16, "rounding": "stochastic"
+        "masters": "remainder",
+        "state_dtype": torch.bfloat16,
+        "rounding": "stochastic",
     },
 }
 

@@ -48,9 +48,7 @@ class Progress:
         return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict(), "step": self.step}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         self.scaler.load_state_dict(saved["scaler"])
         self.step = saved["step"]
 
@@ -74,12 +72,12 @@ def main(how: str, folder: Path, steps: int) -> None:
     losses = torch.zeros(())
     while progress.step < steps:
         whole = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(progress.step)).to(device)
-        batch = whole if how == "tensor" else whole.chunk(world)[rank]      # ranks of a tensor share their data
+        batch = whole if how == "tensor" else whole.chunk(world)[rank]  # ranks of a tensor share their data
         optimizer.zero_grad()
         with autocast(device.type, dtype=torch.float16):
             loss = (model(batch) - batch.flip(1)).square().mean()
         scaler.scale(loss).backward()
-        if progress.step == OVERFLOW_AT and (rank == world - 1 or how == "ddp"):    # DDP has reduced gradients
+        if progress.step == OVERFLOW_AT and (rank == world - 1 or how == "ddp"):  # DDP has reduced gradients
             next(iter(model.parameters())).grad.mul_(torch.inf)
         scaler.clip_grad_norm_(optimizer, max_norm=1.0)
         scaler.step(optimizer)
@@ -94,9 +92,12 @@ def main(how: str, folder: Path, steps: int) -> None:
         losses /= world
     if rank == 0:
         stats = scaler.stats()
-        print(f"{how} on {world}, step {progress.step}: loss {losses.item():.5f}, {stats.skips} skipped, "
-              f"scale {stats.scale:g}", flush=True)
-    dist.barrier()      # a rank that exits early may close the connections of the others
+        print(
+            f"{how} on {world}, step {progress.step}: loss {losses.item():.5f}, {stats.skips} skipped, "
+            f"scale {stats.scale:g}",
+            flush=True,
+        )
+    dist.barrier()  # a rank that exits early may close the connections of the others
     dist.destroy_process_group()
 
 

@@ -97,7 +97,8 @@ def _autocast_state() -> tuple[object, ...]:
         torch.autocast_decrement_nesting(),
         torch.is_autocast_cache_enabled(),
         *((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
-        *(str(keys) for keys in (
-            torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        )),
+        *(
+            str(keys)
+            for keys in (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+        ),
     )

@@ -22,9 +22,19 @@ from ampkit.amp.function_casts import (
 )
 
 __all__ = [
-    "disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "loss_scalers",
-    "master_params", "promote_function", "register_float_function", "register_half_function",
-    "register_promote_function", "scale_loss", "state_dict",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "loss_scalers",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
 ]
 
 # Names that scripts import from Apex's amp or torch.amp, and what to use in their place.
@@ -44,7 +54,7 @@ _ELSEWHERE = {
     "register": "amp.register_half_function, amp.register_float_function or amp.register_promote_function",
 }
 
-if not TYPE_CHECKING:       # a type checker would accept every name
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         """Raise `AttributeError` that names the replacement of a name from Apex or torch."""

@@ -44,7 +44,7 @@ class Fp32Checkpoints:
 
     def save(self, model: Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Hook after `state_dict`: replace 16-bit entries by float32, but not parameters (`keep_vars=True`)."""
-        widened: dict[int, Tensor] = {}     # by tensor: tied weights share one entry
+        widened: dict[int, Tensor] = {}  # by tensor: tied weights share one entry
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             saved = state_dict.get(prefix + name)

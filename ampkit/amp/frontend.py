@@ -155,9 +155,7 @@ def _set_up(
     for plan in plans:
         plan.require_fit()
     losses = range(options.num_losses if options.loss_scale is not None else 0)
-    session = _Session(
-        tuple(LossScaler(device_type, loss_scale=options.loss_scale, allow_fp16=True) for _ in losses)
-    )
+    session = _Session(tuple(LossScaler(device_type, loss_scale=options.loss_scale, allow_fp16=True) for _ in losses))
     weights: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
     for plan in plans:
         plan.carry_out()
@@ -172,7 +170,7 @@ def _set_up(
             if scaled is not None:
                 scaled.masters = masters
         elif level.casts_model and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())   # casts its state to the parameters' dtype
+            optimizer.load_state_dict(optimizer.state_dict())  # casts its state to the parameters' dtype
     region = options.dtype if level.has_region else None
     for model in models:
         put_boundary(model, Boundary(options.inputs, options.cast_model_outputs, region, policy))
@@ -276,7 +274,9 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     for index, scaler in enumerate(loss_scalers(optimizer)):
         state = scaler.state_dict()
         saved[f"loss_scaler{index}"] = {
-            "loss_scale": state["scale"], "unskipped": state["_growth_tracker"], "scaler": state,
+            "loss_scale": state["scale"],
+            "unskipped": state["_growth_tracker"],
+            "scaler": state,
         }
     return saved
 
@@ -338,7 +338,7 @@ class _Session:
         return self.scalers[loss_id]
 
 
-_sessions: weakref.WeakSet[_Session] = weakref.WeakSet()    # kept alive by their optimizers
+_sessions: weakref.WeakSet[_Session] = weakref.WeakSet()  # kept alive by their optimizers
 
 
 def _session_of(optimizers: Sequence[Optimizer]) -> _Session:
@@ -352,7 +352,7 @@ def _session_of(optimizers: Sequence[Optimizer]) -> _Session:
     sessions: set[Any] = {optimizer._ampkit_session for optimizer in optimizers}  # type: ignore[attr-defined]
     if not optimizers:
         if len(_sessions) > 1:
-            gc.collect()        # frees optimizers that only reference cycles hold
+            gc.collect()  # frees optimizers that only reference cycles hold
         sessions = set(_sessions)
     if not sessions:
         raise RuntimeError("no optimizer has been through initialize; call it first")

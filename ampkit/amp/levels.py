@@ -32,20 +32,24 @@ class Level(NamedTuple):
     has_region: bool = False
     keep_batchnorm_fp32: bool = False
     master_weights: bool = False
-    scale: float | str | None = "dynamic"       # None: no scale, and no step is skipped
-    inputs: torch.dtype | None = None           # the dtype of floating-point inputs of a float32 model
+    scale: float | str | None = "dynamic"  # None: no scale, and no step is skipped
+    inputs: torch.dtype | None = None  # the dtype of floating-point inputs of a float32 model
     overridable: tuple[str, ...] = ()
 
 
 LEVELS: dict[str, Level] = {
     "O0": Level("float32 throughout", scale=None, inputs=torch.float32),
     "O1": Level(
-        "float32 weights, forward in an autocast region", has_region=True,
+        "float32 weights, forward in an autocast region",
+        has_region=True,
         overridable=("dtype", "policy", "patch_torch_functions"),
     ),
     "O2": Level(
-        "a 16-bit model with batch norms and master weights in float32", casts_model=True, keep_batchnorm_fp32=True,
-        master_weights=True, overridable=_CASTING,
+        "a 16-bit model with batch norms and master weights in float32",
+        casts_model=True,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        overridable=_CASTING,
     ),
     "O3": Level("a 16-bit model and nothing else", casts_model=True, scale=1.0, overridable=_CASTING),
 }
@@ -79,7 +83,7 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
         given[name] = as_dtype(given[name])
     level = _as_apex_casts(opt_level, level, given)
     batch_norms = given.get("keep_batchnorm_fp32", level.keep_batchnorm_fp32)
-    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)      # strings come from argparse
+    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)  # strings come from argparse
     if not isinstance(batch_norms, bool):
         raise TypeError(f"keep_batchnorm_fp32 is {batch_norms!r}; expected True, False, 'True', 'False' or None")
     masters = given.get("master_weights", level.master_weights)
@@ -119,7 +123,7 @@ def _as_apex_casts(opt_level: str, level: Level, given: dict[str, Any]) -> Level
     model_type = given.get("cast_model_type")
     if model_type is None:
         return level
-    if model_type is False or model_type is torch.float32:      # the model keeps its float32 weights
+    if model_type is False or model_type is torch.float32:  # the model keeps its float32 weights
         return level._replace(casts_model=False, inputs=model_type or None)
     if model_type not in SIXTEEN_BIT:
         raise ValueError(
@@ -159,7 +163,8 @@ def _loss_scale(level: Level, dtype: torch.dtype, given: dict[str, Any]) -> Loss
         return scale
     if scale == "dynamic":
         return DynamicLossScale(
-            init_scale=min(2.0**16, float(largest)), max_scale=float(largest),
+            init_scale=min(2.0**16, float(largest)),
+            max_scale=float(largest),
             min_scale=SMALLEST_SCALE if smallest is None else float(smallest),
         )
     if isinstance(scale, bool) or not isinstance(scale, int | float | str):

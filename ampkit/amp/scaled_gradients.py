@@ -44,7 +44,7 @@ class ScaledGradients:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, backward: str, *, verbose: bool) -> None:
-        self._optimizer = weakref.ref(optimizer)    # a weak reference: the optimizer's hooks hold this object
+        self._optimizer = weakref.ref(optimizer)  # a weak reference: the optimizer's hooks hold this object
         self.masters: MasterWeights | None = None
         self.found_inf: Tensor | None = None
         self.unscaled = False
@@ -101,7 +101,7 @@ class ScaledGradients:
         self.delayed = None
         params = [*self.backward_params(), *parameters(self.optimizer)]
         if not self.unscaled or all(param.grad is None for param in params):
-            self.found_inf = None       # belongs to gradients that a step has used, or that were dropped
+            self.found_inf = None  # belongs to gradients that a step has used, or that were dropped
         for param in parameters(self.optimizer) if self.masters is None else self._without_masters(self.masters):
             grad = param.grad
             if grad is not None:
@@ -151,7 +151,7 @@ class ScaledGradients:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Refuse a step without unscaled gradients, and set gradients to None if one is not finite."""
-        self._flag_on_optimizer.close()     # still open if the last step raised
+        self._flag_on_optimizer.close()  # still open if the last step raised
         self._check_ready(optimizer, closures.extract(args[1:], kwargs))
         scaler, found_inf = self.scaler, self.found_inf if self.unscaled else None
         self.unscaled = False
@@ -257,7 +257,7 @@ class LossScaler(GradScaler):
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Count a step that an optimizer is about to make; `skipped` is None if only the device knows."""
-        notes = Notes(optimizer, {}, self._last_step_of(optimizer))     # that iteration is over
+        notes = Notes(optimizer, {}, self._last_step_of(optimizer))  # that iteration is over
         self._note_step(notes, found_inf, skipped=self._count(notes, found_inf, skipped=skipped))
 
 

@@ -23,5 +23,10 @@ from ampkit.debugging.precision import compare_precision
 from ampkit.debugging.report import NonFiniteError
 
 __all__ = [
-    "NonFiniteError", "TensorMonitor", "check_loop", "compare_precision", "detect_nonfinite", "find_nonfinite",
+    "NonFiniteError",
+    "TensorMonitor",
+    "check_loop",
+    "compare_precision",
+    "detect_nonfinite",
+    "find_nonfinite",
 ]

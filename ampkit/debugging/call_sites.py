@@ -30,7 +30,7 @@ _Kind = Literal["user", "library", "scaler", "recompute", "backward"]
 _SPECIAL: dict[str, _Kind] = {
     f"{TORCH}amp/grad_scaler.py": "scaler",
     f"{TORCH}utils/checkpoint.py": "recompute",
-    f"{TORCH}autograd/graph.py": "backward",       # frames above it called backward
+    f"{TORCH}autograd/graph.py": "backward",  # frames above it called backward
 }
 _files: dict[str, _Kind] = {}
 
@@ -38,12 +38,12 @@ _files: dict[str, _Kind] = {}
 class Caller(NamedTuple):
     """The caller of an operator. `line` computes the line when asked: no report mentions most operators."""
 
-    code: CodeType | None       # of the innermost user frame; None: this thread's stack has none
+    code: CodeType | None  # of the innermost user frame; None: this thread's stack has none
     instruction: int
-    scaler: bool                # a loss scaler called the operator
-    scaling: bool               # to scale a loss, not to unscale or check gradients
-    recompute: bool             # a checkpoint computes its forward again
-    outside: bool               # the user frame called backward, and does not run inside it
+    scaler: bool  # a loss scaler called the operator
+    scaling: bool  # to scale a loss, not to unscale or check gradients
+    recompute: bool  # a checkpoint computes its forward again
+    outside: bool  # the user frame called backward, and does not run inside it
 
     def line(self) -> tuple[str, int]:
         """The file, relative to the working directory, and the line of the user's code; ("", 0) if there is none."""
@@ -93,8 +93,8 @@ def _classify(filename: str) -> _Kind:
 class ModuleCall(NamedTuple):
     """One call of a module: its path from the model, and the number of the call in the step."""
 
-    name: str                       # the class name for the model itself, and for modules outside of it
-    number: int                     # from 1; 0 in a recompute, where it is not known
+    name: str  # the class name for the model itself, and for modules outside of it
+    number: int  # from 1; 0 in a recompute, where it is not known
 
 
 class _Running(threading.local):
@@ -112,7 +112,7 @@ class ModuleCalls:
         self._running = _Running()
         self._numbers: dict[int, int] = {}
         self._roots: dict[int, Module] = {}
-        self.region: Literal["ampkit", "torch", "none"] = "none"       # the kind of region that modules ran in
+        self.region: Literal["ampkit", "torch", "none"] = "none"  # the kind of region that modules ran in
         self._device_types = {"cpu", current_device_type()}
 
     @contextmanager
@@ -142,14 +142,14 @@ class ModuleCalls:
 
     def _enter(self, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            return      # Dynamo traces hooks too, and fails on these
+            return  # Dynamo traces hooks too, and fails on these
         if self.region != "ampkit":
             self._note_region()
         stack = self._running.stack
         root = self.model if self.model is not None else (stack[0][0] if stack else module)
         self._roots[id(root)] = root
         number = 0
-        if current_node() is None:      # not in a checkpoint's recompute
+        if current_node() is None:  # not in a checkpoint's recompute
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
         stack.append((module, ModuleCall(path_of(root, module) or type(module).__name__, number)))
 
@@ -164,4 +164,4 @@ class ModuleCalls:
             return
         stack = self._running.stack
         while stack and stack.pop()[0] is not module:
-            pass        # modules inside of it that ended with an exception
+            pass  # modules inside of it that ended with an exception

@@ -61,7 +61,7 @@ def described(tensor: Tensor, name: str) -> str:
     """
     text = f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}".lstrip()
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        low, high = (int(bound) for bound in torch.aminmax(tensor.long()))      # uint16 has no aminmax
+        low, high = (int(bound) for bound in torch.aminmax(tensor.long()))  # uint16 has no aminmax
         return f"{text} all {low}" if low == high else f"{text} from {low} to {high}"
     broken = [name for name, found in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(found.any())]
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -124,8 +124,13 @@ def largest_finite(values: Tensor) -> float:
 
 
 def find_cause(
-    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
-    outputs: Sequence[Tensor], *, from_inf: bool,
+    func: OpOverload,
+    facts: OperatorFacts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[Tensor],
+    *,
+    from_inf: bool,
 ) -> Cause:
     """The cause of the non-finite values in `outputs`, given the arguments as they were before the call.
 
@@ -143,7 +148,7 @@ def find_cause(
         return Cause("unknown", f"{facts.name} cannot be run again to compare with float64")
     try:
         exact = run_in_float64(func, facts, args, kwargs)
-    except Exception as error:      # operators without float64 raise many kinds of errors
+    except Exception as error:  # operators without float64 raise many kinds of errors
         return Cause("unknown", f"{facts.name} does not run in float64: {str(error).splitlines()[0][:100]}")
     return _compare(facts.name, args, outputs, exact)
 
@@ -152,6 +157,7 @@ def run_in_float64(
     func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """The results of an operator on float64 copies of its inputs."""
+
     def widened(value: Tensor) -> Tensor:
         if value.dtype not in _BELOW_FLOAT64 and not value.is_floating_point():
             return value.clone()
@@ -211,49 +217,89 @@ def asks_for_nonfinite(value: Any) -> bool:
 
 # --- inputs for which an operator is undefined, and advice for the user's code
 
-_ROOT = ("the derivative of {op} is inf at 0",
-         "safe = torch.where(x > 0, x, 1); y = torch.where(x > 0, {op}(safe, ...), 0)    # both of them")
+_ROOT = (
+    "the derivative of {op} is inf at 0",
+    "safe = torch.where(x > 0, x, 1); y = torch.where(x > 0, {op}(safe, ...), 0)    # both of them",
+)
 _ARC = ("the derivative of {op} is inf at 1 and at -1", "{op}(x.clamp(-1 + 1e-6, 1 - 1e-6))")
-_ZERO = ("division by 0", "clamp the divisor: y.clamp_min(1) for counts, y.clamp_min(eps) with an eps that is not 0 "
-         "in the dtype")
+_ZERO = (
+    "division by 0",
+    "clamp the divisor: y.clamp_min(1) for counts, y.clamp_min(eps) with an eps that is not 0 in the dtype",
+)
 _LOG = ("{op} of 0", "clamp before it: x.clamp_min(1e-6).log(); for probabilities use log_softmax, logsigmoid")
 _POLE = ("an overflow beyond float64 too, or a pole of {op}", "clamp its input away from the values where {op} is inf")
-_LARGE = ("an overflow beyond float64 too",
-          "clamp before it, or subtract the maximum: logsumexp, log_softmax, softplus")
+_LARGE = (
+    "an overflow beyond float64 too",
+    "clamp before it, or subtract the maximum: logsumexp, log_softmax, softplus",
+)
 
 # By base name of the operator: why its result (in backward its derivative) is undefined, and what helps.
 _FORWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("div", "reciprocal", "rsqrt", "addcdiv", "remainder", "fmod"), _ZERO),
     **dict.fromkeys(("log", "log2", "log10", "xlogy", "special_xlog1py"), _LOG),
     "logit": ("logit of 0 or 1", "clamp before it: torch.logit(x, eps=1e-6), in float16 eps=1e-3"),
-    **dict.fromkeys(("exp", "exp2", "expm1", "cosh", "sinh"), _LARGE), "pow": _POLE,
+    **dict.fromkeys(("exp", "exp2", "expm1", "cosh", "sinh"), _LARGE),
+    "pow": _POLE,
     "sqrt": ("sqrt of a negative number", "clamp before it: x.clamp_min(0).sqrt()"),
     "log1p": ("log1p of -1 or less", "clamp before it: x.clamp_min(-1 + 1e-6).log1p()"),
     **dict.fromkeys(("acos", "asin"), ("{op} of more than 1", "{op}(x.clamp(-1, 1))")),
     "atanh": ("atanh of 1", "atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))"),
     "acosh": ("acosh of less than 1", "acosh(x.clamp_min(1))"),
-    **dict.fromkeys(("std", "std_mean", "var", "var_mean"), (
-        "the deviation of 1 element with correction=1", "std(correction=0), or more than one element")),
+    **dict.fromkeys(
+        ("std", "std_mean", "var", "var_mean"),
+        ("the deviation of 1 element with correction=1", "std(correction=0), or more than one element"),
+    ),
     "mean": ("the mean of no elements", "leave it out for an empty tensor: x.mean() if x.numel() else x.sum()"),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), (
-        "the class weight of every target is 0", "skip a batch whose targets are all ignore_index, or "
-        "divide reduction='sum' by the number of targets that count, at least by 1")),
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss2d_forward"),
+        (
+            "the class weight of every target is 0",
+            "skip a batch whose targets are all ignore_index, or "
+            "divide reduction='sum' by the number of targets that count, at least by 1",
+        ),
+    ),
     "native_batch_norm": ("the variance overflows its dtype", "keep BatchNorm in float32: module.float()"),
     "_ctc_loss": ("no alignment of targets and inputs", "F.ctc_loss(..., zero_infinity=True)"),
-    "_weight_norm_interface": ("the norm of a row of the direction is 0: 0 / 0", "initialize the direction "
-                               "(original1) with rows that are not 0"),
-    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), (
-        "a softmax over nothing but -inf",
-        "leave one element of each row unmasked, or use torch.finfo(scores.dtype).min in place of -inf")),
+    "_weight_norm_interface": (
+        "the norm of a row of the direction is 0: 0 / 0",
+        "initialize the direction (original1) with rows that are not 0",
+    ),
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax", "_safe_softmax"),
+        (
+            "a softmax over nothing but -inf",
+            "leave one element of each row unmasked, or use torch.finfo(scores.dtype).min in place of -inf",
+        ),
+    ),
 }
 _BACKWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("sqrt", "pow", "hypot", "norm", "linalg_vector_norm", "_euclidean_dist", "_cdist_forward"), _ROOT),
     **dict.fromkeys(("acos", "asin"), _ARC),
-    **dict.fromkeys(("_linalg_svd", "_linalg_eigh"), (
-        "two singular values or eigenvalues are equal, and their vectors have no derivative",
-        "svdvals or eigvalsh if vectors are not needed, or add a little noise, so that values are distinct")),
-    **{name: _FORWARD[name] for name in ("div", "log", "log2", "log10", "log1p", "rsqrt", "reciprocal", "std", "var",
-                                         "atanh", "acosh", "exp", "mean")},
+    **dict.fromkeys(
+        ("_linalg_svd", "_linalg_eigh"),
+        (
+            "two singular values or eigenvalues are equal, and their vectors have no derivative",
+            "svdvals or eigvalsh if vectors are not needed, or add a little noise, so that values are distinct",
+        ),
+    ),
+    **{
+        name: _FORWARD[name]
+        for name in (
+            "div",
+            "log",
+            "log2",
+            "log10",
+            "log1p",
+            "rsqrt",
+            "reciprocal",
+            "std",
+            "var",
+            "atanh",
+            "acosh",
+            "exp",
+            "mean",
+        )
+    },
 }
 
 _POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "log1p", "logit")
@@ -289,12 +335,14 @@ def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:
 def advice_for(op: str, backward_of: str) -> tuple[str, str]:
     """Why an operator is undefined, and what helps; in backward looked up by its forward operator."""
     base = _base(backward_of or op)
-    general = ("", "exclude inputs for which it is undefined: clamp them, or torch.where on both its input and its "
-                   "result")
+    general = (
+        "",
+        "exclude inputs for which it is undefined: clamp them, or torch.where on both its input and its result",
+    )
     table = _FORWARD
     if backward_of and base in _BACKWARD:
         table = _BACKWARD
-    elif backward_of:       # the user's own operator, in a hook or in a custom function's backward
+    elif backward_of:  # the user's own operator, in a hook or in a custom function's backward
         base = _base(op)
     why, advice = table.get(base, general)
     return why.format(op=base), advice.format(op=f"torch.{base}")

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
     except Exception:
-        traceback.print_exc()       # not exit code 1, which means that something was found
+        traceback.print_exc()  # not exit code 1, which means that something was found
         return INCONCLUSIVE
     if report.status == "inconclusive":
         return INTERRUPTED if report.incomplete == _INTERRUPT else INCONCLUSIVE
@@ -51,13 +51,19 @@ def _parser() -> argparse.ArgumentParser:
     nonfinite.add_argument("--from-step", type=_count, default=0, metavar="N", help="begin after N optimizer steps")
     nonfinite.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     precision = tools.add_parser("precision", help="what one step of a training script loses to low precision")
-    precision.add_argument("--at-step", type=_count, default=0, metavar="N",
-                           help="compare the step after N optimizer steps")
+    precision.add_argument(
+        "--at-step", type=_count, default=0, metavar="N", help="compare the step after N optimizer steps"
+    )
     loop = tools.add_parser("loop", help="whether scaler, gradients and optimizer are called in the right order")
     monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on every Nth step")
     monitor.add_argument("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
-    monitor.add_argument("--out", type=_absolute, default="ampkit-monitor.jsonl", metavar="F",
-                         help="file for the samples, a line of JSON each; an existing file is replaced")
+    monitor.add_argument(
+        "--out",
+        type=_absolute,
+        default="ampkit-monitor.jsonl",
+        metavar="F",
+        help="file for the samples, a line of JSON each; an existing file is replaced",
+    )
     for tool in (nonfinite, precision, loop, monitor):
         tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
         tool.add_argument("script")
@@ -101,8 +107,14 @@ def _monitor(options: Any) -> tuple[Report, str]:
 
 def _too_early(step: int, *, checked: bool) -> str:
     """Why a report is incomplete if no step was checked; "" if one was."""
-    return "" if checked else (f"the script ended before step {step}, and nothing was checked. Steps that a scaler "
-                               "skips do not count until then")
+    return (
+        ""
+        if checked
+        else (
+            f"the script ended before step {step}, and nothing was checked. Steps that a scaler "
+            "skips do not count until then"
+        )
+    )
 
 
 class _Stopped(BaseException):
@@ -137,7 +149,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     except SystemExit as left:
         return f"the script ended with exit code {left.code}" if left.code else ""
     except Exception as error:
-        traceback.print_exc()       # of the script
+        traceback.print_exc()  # of the script
         return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
         sys.argv, sys.path[:] = argv, path
@@ -145,7 +157,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
 
 
 def _absolute(text: str) -> str:
-    return str(Path(text).absolute())       # the script may change the working directory
+    return str(Path(text).absolute())  # the script may change the working directory
 
 
 def _count(text: str) -> int:

@@ -60,15 +60,15 @@ class _Writers(NamedTuple):
     """The events that wrote a storage, and the last call that did."""
 
     events: tuple[int, ...]
-    call: OperatorCall | None       # None for a tensor that was there before the step
+    call: OperatorCall | None  # None for a tensor that was there before the step
 
 
 class _Input(NamedTuple):
     """A tensor argument of an operator call."""
 
-    before: Tensor                      # its values as they were before the call
+    before: Tensor  # its values as they were before the call
     tensor: Tensor
-    writers: tuple[int, ...] | None     # the events that wrote it; None: it was there before the step
+    writers: tuple[int, ...] | None  # the events that wrote it; None: it was there before the step
 
 
 class detect_nonfinite(OperatorObserver[NonFiniteReport]):
@@ -108,15 +108,15 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if on_found not in ("raise", "record"):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
         super().__init__(model, NonFiniteReport(rank=rank()))
-        self.losses: list[float] = []           # unscaled, one for each call of backward
-        self._events: dict[int, Event] = {}     # of this step: the broken ones, and those that read them
+        self.losses: list[float] = []  # unscaled, one for each call of backward
+        self._events: dict[int, Event] = {}  # of this step: the broken ones, and those that read them
         self._on_found = on_found
-        self._complete = True       # False: an exception ended the step, and a later operator could absorb an inf
+        self._complete = True  # False: an exception ended the step, and a later operator could absorb an inf
         self._writers: StorageMap[_Writers] = StorageMap()
-        self._backwards = 0         # calls of backward in this step
-        self._next = 0              # index of the next event
-        self._left: set[int] = set()    # the broken events of the last step that a scaler skipped
-        self._begun_step = False    # the step has computed something that counts, see `_observe`
+        self._backwards = 0  # calls of backward in this step
+        self._next = 0  # index of the next event
+        self._left: set[int] = set()  # the broken events of the last step that a scaler skipped
+        self._begun_step = False  # the step has computed something that counts, see `_observe`
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -126,7 +126,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             self.report.incomplete = f"the steps ended with {type(error).__name__}"
         self._count()
         if error is None or (isinstance(error, Exception) and not isinstance(error, NonFiniteError)):
-            self._step_ended()      # the user's own error stays the context of a NonFiniteError
+            self._step_ended()  # the user's own error stays the context of a NonFiniteError
 
     def _observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = call.facts
@@ -139,7 +139,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if written and facts.overwrites:
             read = [tensor for tensor in read if not any(tensor is other for other in written)]
         buffers = facts.buffers(args, kwargs)
-        kept: dict[int, Tensor] = {}        # copies of what the call writes, from before it
+        kept: dict[int, Tensor] = {}  # copies of what the call writes, from before it
         if (written or buffers) and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
         writers = [] if facts.shape_only else [self._writers_of(tensor) for tensor in read]
@@ -148,8 +148,8 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             self._note_loss(call.tensors[0])
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
         inputs = tuple({index for indices in writers for index in indices or () if index in self._events})
-        if not outputs:     # a comparison, an index, or a number on the host
-            inputs = tuple(index for index in inputs if not self._events[index].scalar)     # loops often check a loss
+        if not outputs:  # a comparison, an index, or a number on the host
+            inputs = tuple(index for index in inputs if not self._events[index].scalar)  # loops often check a loss
             if inputs and isinstance(result, Tensor) and result.dtype is torch.bool:
                 self._events[self._next] = Event(self._next, call.phase, inputs)
                 self._next += 1
@@ -170,7 +170,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             tensors = [_Input(kept.get(id(t), t), t, indices) for t, indices in zip(read, writers, strict=False)]
             self._explain(event, call, func, before, tensors, outputs)
         elif inputs:
-            self._events[event.index] = event       # it absorbs a broken value
+            self._events[event.index] = event  # it absorbs a broken value
         return result
 
     # --- the course of a step
@@ -191,9 +191,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
     def _add_findings(self) -> None:
         """Turn the events of a step into findings, and raise for new ones."""
         self._count()
-        found = [
-            (origin, self._finding(origin)) for origin in find_origins(self._events, complete=self._complete)
-        ]
+        found = [(origin, self._finding(origin)) for origin in find_origins(self._events, complete=self._complete)]
         overflows = any(finding.skipped for _, finding in found)
         new = False
         for origin, finding in found:
@@ -290,7 +288,12 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
     # --- why a result is broken
 
     def _explain(
-        self, event: Event, call: OperatorCall, func: OpOverload, before: Any, inputs: list[_Input],
+        self,
+        event: Event,
+        call: OperatorCall,
+        func: OpOverload,
+        before: Any,
+        inputs: list[_Input],
         outputs: list[Tensor],
     ) -> None:
         """Set the cause of a broken result; `before` has the arguments as they were before the call."""
@@ -319,9 +322,10 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
                     inf_in = True
                 event.inputs += self._blamed(each, low, high, call, event.index)
         if nan_in or (inf_in and "nan" not in event.broken):
-            return      # passed on
+            return  # passed on
         finding.inputs = tuple(
-            causes.described(each.before, "" if each.writers else self._name_of(each.tensor)) for each in inputs
+            causes.described(each.before, "" if each.writers else self._name_of(each.tensor))
+            for each in inputs
             if each.before.numel() and not is_opaque(each.before) and each.before.dtype is not torch.bool
         )
         args, kwargs = before
@@ -354,14 +358,14 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             if writer.kind in ("uninitialized", "received"):
                 writer.note_range(low, high)
                 if any(index in self._events and self._events[index].broken for index in writer.inputs):
-                    writer.finding.cause = causes.PASSED_ON     # this rank sent a broken value itself
+                    writer.finding.cause = causes.PASSED_ON  # this rank sent a broken value itself
                 return (writer.index,)
         latest = self._writers.get(broken.tensor)
         arrived = self._arrive(broken.tensor, call)
         for index in arrived:
             self._events[index].note_range(low, high)
         if latest is not None and reader in latest.events:
-            self._writers.set(broken.tensor, latest)    # the call writes it in place: its values are now the call's
+            self._writers.set(broken.tensor, latest)  # the call writes it in place: its values are now the call's
         return arrived
 
     def _note_parameter(self, event: Event, call: OperatorCall, outputs: list[Tensor]) -> None:

@@ -21,9 +21,9 @@ from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Op
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.torch_internals.operator_tracing import OpOverload
 
-_MAX_RULES = 8          # the most modules or lines of one change, which are added one by one
-_VERIFIED_STEPS = 4     # so many steps in a row must be finite with a change
-_MAX_STEPS = 30         # the most steps to wait for these, while a loss scale settles
+_MAX_RULES = 8  # the most modules or lines of one change, which are added one by one
+_VERIFIED_STEPS = 4  # so many steps in a row must be finite with a change
+_MAX_STEPS = 30  # the most steps to wait for these, while a loss scale settles
 
 
 def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[Any] = ()) -> NonFiniteReport:
@@ -68,9 +68,7 @@ def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[An
         return report
     finding = report.findings[0] = replay.with_cause(report.findings[0])
     if report.loop and finding.scale is not None:
-        finding.suggestion = Suggestion(
-            "correct the loop first, see above", evidence="it mishandles scaled gradients"
-        )
+        finding.suggestion = Suggestion("correct the loop first, see above", evidence="it mishandles scaled gradients")
     else:
         changes = changes_for(finding, replay.region, model)
         finding.suggestion = suggestion(changes, advice(finding), replay.attempt)
@@ -137,12 +135,12 @@ class _Replay:
                     self._step()
                     steps += 1
                     if not self._snapshot.optimizers:
-                        self._snapshot.restore_gradients()      # else they would accumulate
+                        self._snapshot.restore_gradients()  # else they would accumulate
                     updated = not all(map(torch.equal, before, self._model.parameters()))
                     in_a_row = in_a_row + 1 if updated or not self._snapshot.optimizers else 0
         except NonFiniteError as error:
             return False, "still not finite", error.report.findings[0]
-        except RuntimeError as error:       # an operator refuses the mix of dtypes
+        except RuntimeError as error:  # an operator refuses the mix of dtypes
             return False, str(error).partition("\n")[0][:100], None
         losses = detect.losses
         if in_a_row < _VERIFIED_STEPS:
@@ -164,9 +162,9 @@ class _OriginRun(PrecisionComparison):
         super().__init__(model, torch.float64)
         self._index = finding.origin.index
         self._poles = poles(finding.origin.op, finding.origin.backward_of)
-        self._maker = -1        # index of that call
-        self._numbers: dict[int, tuple[tuple[float, ...], torch.dtype]] = {}     # Python numbers and dtype by call
-        self.value = 0.0        # the rounded input, which differs in float64
+        self._maker = -1  # index of that call
+        self._numbers: dict[int, tuple[tuple[float, ...], torch.dtype]] = {}  # Python numbers and dtype by call
+        self.value = 0.0  # the rounded input, which differs in float64
 
     def _observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.index == self._index:
@@ -184,7 +182,7 @@ class _OriginRun(PrecisionComparison):
         """The call that rounded an input to a value where the operator is undefined, and how; None without one."""
         call = next((call for call in self.report.operators if call.index == self._maker), None)
         if call is None or not (call.lost or call.dtype in ("float16", "bfloat16")):
-            return None     # float32 without underflow is exact enough
+            return None  # float32 without underflow is exact enough
         how = "it underflows" if call.lost and self.value == 0 else "its inputs are rounded"
         text = f"{self.value:g} in {call.dtype}, and not in exact arithmetic: {how}"
         numbers, dtype = self._numbers.get(call.index, ((), torch.float32))

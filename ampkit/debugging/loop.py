@@ -31,11 +31,11 @@ from ampkit.torch_internals.operators import current_device_type
 
 # Loops of ampkit's own, which call the scaler in orders that are right for them.
 _AMPKIT_LOOPS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("half_precision", "amp"))
-_MAX_PARAMETERS = 64        # the most parameters of an optimizer whose gradients are followed
+_MAX_PARAMETERS = 64  # the most parameters of an optimizer whose gradients are followed
 _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
-_NEARLY_ZERO = 2.0**-21     # float16 has three bits or fewer for smaller numbers
+_NEARLY_ZERO = 2.0**-21  # float16 has three bits or fewer for smaller numbers
 
-_Line = tuple[str, int]     # file and line number
+_Line = tuple[str, int]  # file and line number
 
 
 @dataclass
@@ -43,21 +43,21 @@ class _OptimizerState:
     """What is known of an optimizer and its gradients."""
 
     parameters: list[Tensor] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)   # of gradients: before a backward, after a step
-    scaled: bool = False                # the gradients are, since the last backward that reached them
-    backwards: dict[_Line, int] = field(default_factory=dict)       # calls by line, since the last step
-    divided: bool = False               # the loss of some backward was a quotient or a product
-    last_gradients: list[Tensor | None] = field(default_factory=list)       # those of the last step
-    cleared: bool = True                # the gradients of the last step were cleared or replaced
-    skipped: bool = False               # the scaler skipped the last step
-    steps_since_scheduler: int = 0      # taken or skipped
-    clips: dict[_Line, int] = field(default_factory=dict)           # calls by line, since the last step
-    zeroed_at: _Line | None = None      # the line that cleared the gradients after backward and before the step
-    scaler: Any = None                  # the last scaler that unscaled the gradients or took the step
-    unscaled: bool = False              # `unscale_` was called since the last `update`
-    stepped_at: _Line | None = None     # the line of `scaler.step` since the last `update`
-    largest: Tensor | None = None       # magnitude in each gradient, after an unscaled backward in float16
-    underflows: bool = False            # after such a backward some gradient was 0 or nearly
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of gradients: before a backward, after a step
+    scaled: bool = False  # the gradients are, since the last backward that reached them
+    backwards: dict[_Line, int] = field(default_factory=dict)  # calls by line, since the last step
+    divided: bool = False  # the loss of some backward was a quotient or a product
+    last_gradients: list[Tensor | None] = field(default_factory=list)  # those of the last step
+    cleared: bool = True  # the gradients of the last step were cleared or replaced
+    skipped: bool = False  # the scaler skipped the last step
+    steps_since_scheduler: int = 0  # taken or skipped
+    clips: dict[_Line, int] = field(default_factory=dict)  # calls by line, since the last step
+    zeroed_at: _Line | None = None  # the line that cleared the gradients after backward and before the step
+    scaler: Any = None  # the last scaler that unscaled the gradients or took the step
+    unscaled: bool = False  # `unscale_` was called since the last `update`
+    stepped_at: _Line | None = None  # the line of `scaler.step` since the last `update`
+    largest: Tensor | None = None  # magnitude in each gradient, after an unscaled backward in float16
+    underflows: bool = False  # after such a backward some gradient was 0 or nearly
 
     def gradient_versions(self) -> list[tuple[int, int]]:
         """The identity and version of each gradient, which change where one is written; (0, 0) without a gradient."""
@@ -96,13 +96,13 @@ class check_loop:
 
     def __init__(self) -> None:
         self.report = LoopReport()
-        self.scaler: torch.amp.GradScaler | None = None     # the last one that was called
+        self.scaler: torch.amp.GradScaler | None = None  # the last one that was called
         self._optimizers: dict[Optimizer, _OptimizerState] = {}
-        self._unseen = _OptimizerState()    # of every optimizer that has not been called yet
-        self._updated: set[Any] = set()     # scalers that were updated since the last backward of a scaled loss
-        self._loss_is_scaled = False        # by a call of `scale` that no backward has followed yet
-        self._dtypes: set[torch.dtype] = set()      # of the regions that were entered since the last step
-        self._casts: list[Tensor] = []      # two flags for each float16 cast of the last backward, see `_note_casts`
+        self._unseen = _OptimizerState()  # of every optimizer that has not been called yet
+        self._updated: set[Any] = set()  # scalers that were updated since the last backward of a scaled loss
+        self._loss_is_scaled = False  # by a call of `scale` that no backward has followed yet
+        self._dtypes: set[torch.dtype] = set()  # of the regions that were entered since the last step
+        self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -117,9 +117,13 @@ class check_loop:
             self._wrap(stack, Optimizer, "zero_grad", self._zero_grad)
             self._wrap(stack, Module, "zero_grad", self._zero_grad)
             clip = torch.nn.utils.clip_grad
-            for owner, name in ((clip, "_get_total_norm"), (clip, "_clip_grads_with_norm_"),
-                                (torch.nn.utils, "get_total_norm"), (torch.nn.utils, "clip_grads_with_norm_"),
-                                (torch.nn.utils, "clip_grad_value_")):
+            for owner, name in (
+                (clip, "_get_total_norm"),
+                (clip, "_clip_grads_with_norm_"),
+                (torch.nn.utils, "get_total_norm"),
+                (torch.nn.utils, "clip_grads_with_norm_"),
+                (torch.nn.utils, "clip_grad_value_"),
+            ):
                 if hasattr(owner, name):
                     self._wrap(stack, owner, name, functools.partial(self._clip_or_norm, "clip" in name))
             for cls in _with_subclasses(LRScheduler):
@@ -148,7 +152,7 @@ class check_loop:
             if args and isinstance(args[0], torch.amp.GradScaler):
                 self.scaler = args[0]
             if self._depth or sys._getframe(1).f_code.co_filename.startswith(_AMPKIT_LOOPS):
-                return inner(*args, **kwargs)       # called by another wrapped function, or by a loop of ampkit's own
+                return inner(*args, **kwargs)  # called by another wrapped function, or by a loop of ampkit's own
             self._depth += 1
             try:
                 around: Iterator[None] = watch(*args, **kwargs)
@@ -177,16 +181,22 @@ class check_loop:
         if scaler.is_enabled():
             self._loss_is_scaled = True
             if self._dtypes == {torch.bfloat16}:
-                self._add("a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and "
-                          "skips steps", "scaler = GradScaler(enabled=False), or float16 in the region")
+                self._add(
+                    "a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and "
+                    "skips steps",
+                    "scaler = GradScaler(enabled=False), or float16 in the region",
+                )
         yield
 
     def _unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         state = self._state_of(optimizer)
         if state.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
-            self._add("unscale_ is called twice without an update",
-                      "call scaler.update() also where the step is left out" if state.scaled else
-                      "call scaler.unscale_(optimizer) once, before clipping")
+            self._add(
+                "unscale_ is called twice without an update",
+                "call scaler.update() also where the step is left out"
+                if state.scaled
+                else "call scaler.unscale_(optimizer) once, before clipping",
+            )
         state.scaler, state.unscaled = scaler, True
         yield
         state.scaled = False
@@ -194,8 +204,11 @@ class check_loop:
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         state = self._state_of(optimizer)
         if state.stepped_at and scaler.is_enabled():
-            self._add("update is not called after step: the scale never changes, and a second step is refused",
-                      "scaler.update() after scaler.step(optimizer)", state.stepped_at)
+            self._add(
+                "update is not called after step: the scale never changes, and a second step is refused",
+                "scaler.update() after scaler.step(optimizer)",
+                state.stepped_at,
+            )
         state.scaler, state.stepped_at, state.scaled = scaler, _caller(), False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
@@ -208,8 +221,9 @@ class check_loop:
 
     def _update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if scaler in self._updated and scaler.is_enabled() and not args and not kwargs:
-            self._add("update is called twice for one backward",
-                      "call scaler.update() once, after the last scaler.step")
+            self._add(
+                "update is called twice for one backward", "call scaler.update() once, after the last scaler.step"
+            )
         self._updated.add(scaler)
         for state in self._optimizers.values():
             if state.scaler is scaler:
@@ -223,8 +237,10 @@ class check_loop:
         roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else ()
         loss = next((root for root in roots if isinstance(root, Tensor)), None)
         if loss is not None and torch.is_autocast_enabled(loss.device.type):
-            self._add("backward runs inside the autocast region, which casts its operators again",
-                      "leave the region first: loss.backward() outside of `with autocast`")
+            self._add(
+                "backward runs inside the autocast region, which casts its operators again",
+                "leave the region first: loss.backward() outside of `with autocast`",
+            )
         if scaled:
             self._updated.clear()
         for state in self._optimizers.values():
@@ -248,7 +264,7 @@ class check_loop:
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if isinstance(owner, Optimizer):
-            self._state_of(owner)       # has a state of its own from its first backward on
+            self._state_of(owner)  # has a state of its own from its first backward on
         yield
         self._unseen.backwards.clear()
         for state in self._optimizers.values():
@@ -268,14 +284,16 @@ class check_loop:
         argument = next(iter((*args, *kwargs.values())))
         if isinstance(argument, Tensor):
             tensors = [argument]
-        else:       # only the function may consume a generator
+        else:  # only the function may consume a generator
             tensors = [] if isinstance(argument, Iterator) else list(argument)
         ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.grad_fn is None and t.is_leaf}
         followed = [s for s in self._optimizers.values() if any(id(p.grad) in ids for p in s.parameters)]
         unscaled = any(state.unscaled for state in self._optimizers.values())
         if any(state.scaled for state in followed) or (not followed and self._unseen.scaled and not unscaled):
-            self._add("gradients are clipped, or their norm is read, while they are scaled",
-                      "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)")
+            self._add(
+                "gradients are clipped, or their norm is read, while they are scaled",
+                "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)",
+            )
         if clips:
             for state in followed:
                 state.clips[_caller()] = state.clips.get(_caller(), 0) + 1
@@ -296,29 +314,43 @@ class check_loop:
         self._optimizer_ran = True
         closure = len(args) > 1 or kwargs.get("closure")
         if state.scaled and state.backwards and not self._in_scaler_step:
-            self._add("the optimizer steps with scaled gradients",
-                      "scaler.step(optimizer) in place of optimizer.step()")
+            self._add(
+                "the optimizer steps with scaled gradients", "scaler.step(optimizer) in place of optimizer.step()"
+            )
         if not state.cleared and state.backwards and not closure:
-            self._add("gradients of the step before are still there: zero_grad is missing",
-                      "optimizer.zero_grad() after the step, or before backward")
+            self._add(
+                "gradients of the step before are still there: zero_grad is missing",
+                "optimizer.zero_grad() after the step, or before backward",
+            )
         if state.zeroed_at and all(p.grad is None for p in state.parameters):
-            self._add("zero_grad is called between backward and step: the step has no gradients",
-                      "optimizer.zero_grad() before backward, or after the step", state.zeroed_at)
+            self._add(
+                "zero_grad is called between backward and step: the step has no gradients",
+                "optimizer.zero_grad() before backward, or after the step",
+                state.zeroed_at,
+            )
         if state.last_gradients and not closure and not state.backwards:
             versions = state.gradient_versions()
             if versions == state.versions and any(version != (0, 0) for version in versions):
-                self._add("the optimizer steps twice with the same gradients",
-                          "step once: scaler.step(optimizer) where there is a scaler, and remove the other step")
+                self._add(
+                    "the optimizer steps twice with the same gradients",
+                    "step once: scaler.step(optimizer) where there is a scaler, and remove the other step",
+                )
         if state.largest is not None and state.backwards:
             self._check_underflow(state, state.largest.tolist())
         most = max(state.backwards.values(), default=0)
         for line, times in state.clips.items():
             if times > 1 and times == most:
-                self._add(f"gradients are clipped {times} times for one step, after each backward",
-                          "clip once, after the last backward and before the step", line)
+                self._add(
+                    f"gradients are clipped {times} times for one step, after each backward",
+                    "clip once, after the last backward and before the step",
+                    line,
+                )
         if most > 1 and not state.divided:
-            self._add(f"gradients of {most} backward calls are summed, and the losses are not divided",
-                      f"(loss / {most}).backward(), so that they are averaged", _most_frequent(state.backwards))
+            self._add(
+                f"gradients of {most} backward calls are summed, and the losses are not divided",
+                f"(loss / {most}).backward(), so that they are averaged",
+                _most_frequent(state.backwards),
+            )
 
     def _check_underflow(self, state: _OptimizerState, largest: list[float]) -> None:
         """Add a finding where gradients are 0, or nearly, because of float16: a loss scale would keep them.
@@ -331,9 +363,12 @@ class check_loop:
             return
         casts = [flags.tolist() for flags in self._casts]
         if any(lost or (counts and 0 < max(largest) < _SMALLEST_NORMAL) for counts, lost in casts):
-            self._add("gradients underflow in float16, and the loss is not scaled",
-                      "scaler = GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(). "
-                      "Or bfloat16 in the region", _most_frequent(state.backwards))
+            self._add(
+                "gradients underflow in float16, and the loss is not scaled",
+                "scaler = GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(). "
+                "Or bfloat16 in the region",
+                _most_frequent(state.backwards),
+            )
         state.underflows = True
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -357,9 +392,11 @@ class check_loop:
         state = self._optimizers.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
         if state is not None:
             if state.skipped and state.steps_since_scheduler == 1:
-                self._add("the scheduler steps although the scaler skipped the step",
-                          "step it only where the step was taken: scale = scaler.get_scale() before update(), and "
-                          "scheduler.step() if scaler.get_scale() >= scale")
+                self._add(
+                    "the scheduler steps although the scaler skipped the step",
+                    "step it only where the step was taken: scale = scaler.get_scale() before update(), and "
+                    "scheduler.step() if scaler.get_scale() >= scale",
+                )
             state.steps_since_scheduler = 0
         yield
 

@@ -21,7 +21,7 @@ from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
 from ampkit.dtypes import SIXTEEN_BIT
 
-_MAX_ELEMENTS = 1 << 16     # the most elements of a parameter that are checked
+_MAX_ELEMENTS = 1 << 16  # the most elements of a parameter that are checked
 
 
 class TensorMonitor:
@@ -70,13 +70,13 @@ class TensorMonitor:
         self._path = None if path is None else Path(path)
         self._step = 0
         self._modules = ModuleCalls(model)
-        self._open, self._hooks = ExitStack(), ExitStack()     # of the context and of a sampled step
-        self._worst: dict[str, dict[str, dict[str, float]]] = {}        # by kind and module
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameter, its elements, which should change
+        self._open, self._hooks = ExitStack(), ExitStack()  # of the context and of a sampled step
+        self._worst: dict[str, dict[str, dict[str, float]]] = {}  # by kind and module
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its elements, which should change
 
     def __enter__(self) -> TensorMonitor:
         if self._path is not None:
-            self._path.write_text("", encoding="utf-8")     # remove the lines of an earlier run
+            self._path.write_text("", encoding="utf-8")  # remove the lines of an earlier run
         # An optimizer's hook may not remove hooks of optimizers, so these stay between samples.
         self._open.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
         self._open.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
@@ -90,7 +90,7 @@ class TensorMonitor:
     def _watch(self) -> None:
         self._worst = {"outputs": {}, "gradients": {}}
         hooks = self._hooks = ExitStack()
-        hooks.enter_context(register_module_forward_hook(self._look))   # before `modules` leaves the module
+        hooks.enter_context(register_module_forward_hook(self._look))  # before `modules` leaves the module
         hooks.enter_context(self._modules.followed())
 
     def _look(self, module: Module, args: Any, output: Any) -> None:
@@ -154,8 +154,10 @@ class TensorMonitor:
             if modules:
                 nearest = min(modules, key=lambda name: modules[name]["headroom"])
                 smallest = max(modules, key=lambda name: modules[name]["underflow"])
-                lines.append(f"  {kind:12} headroom {modules[nearest]['headroom']:.1f} powers of two in {nearest}; "
-                             f"underflow {modules[smallest]['underflow']:.1%} in {smallest}")
+                lines.append(
+                    f"  {kind:12} headroom {modules[nearest]['headroom']:.1f} powers of two in {nearest}; "
+                    f"underflow {modules[smallest]['underflow']:.1%} in {smallest}"
+                )
         lost = self.last["lost_updates"]
         if lost:
             most = max(lost, key=lost.__getitem__)
@@ -168,7 +170,8 @@ def before_update(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Parameters with a gradient of an optimizer that is about to step, a sample of each, and what should change."""
     return [
         (p, _sample(p).clone(), _sample(p.grad) != 0)
-        for group in optimizer.param_groups for p in group["params"]
+        for group in optimizer.param_groups
+        for p in group["params"]
         if p.grad is not None and p.grad.layout is torch.strided and p.numel()
     ]
 
@@ -181,4 +184,4 @@ def lost_share(parameter: Tensor, before: Tensor, wanted: Tensor) -> Tensor:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Evenly spaced elements of a tensor that is not empty."""
-    return tensor.detach().flatten()[::math.ceil(tensor.numel() / _MAX_ELEMENTS)]
+    return tensor.detach().flatten()[:: math.ceil(tensor.numel() / _MAX_ELEMENTS)]

@@ -19,15 +19,15 @@ class Event:
 
     index: int
     phase: str
-    inputs: tuple[int, ...] = ()    # the indices of the events whose values it read
-    broken: frozenset[str] = frozenset()    # which of "nan", "inf" and "-inf" its result contains
-    shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""      # which of these its result is
+    inputs: tuple[int, ...] = ()  # the indices of the events whose values it read
+    broken: frozenset[str] = frozenset()  # which of "nan", "inf" and "-inf" its result contains
+    shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""  # which of these its result is
     scalar: bool = False
-    finding: Any = None             # the `report.Finding` of a broken result
+    finding: Any = None  # the `report.Finding` of a broken result
 
     def note_range(self, low: float, high: float) -> None:
         """Note which non-finite values its result contains, given its smallest and its largest value."""
-        if not math.isfinite(high - low):       # the difference of float16 values is finite: these are Python floats
+        if not math.isfinite(high - low):  # the difference of float16 values is finite: these are Python floats
             contains = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
             self.broken |= {name for name, present in contains.items() if present}
 
@@ -47,8 +47,8 @@ class Origin(NamedTuple):
 
     event: Event
     symptom: Event
-    only_gradients: bool        # the values reach no loss, parameter or buffer
-    constant: Event | None      # the constant whose inf the event turned into NaN
+    only_gradients: bool  # the values reach no loss, parameter or buffer
+    constant: Event | None  # the constant whose inf the event turned into NaN
 
 
 def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[Origin]:
@@ -65,7 +65,7 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
                 continue
             readers[index].append(event)
             if event.broken or event.phase != "scaler":
-                read.add(index)     # a scaler that checks gradients absorbs nothing
+                read.add(index)  # a scaler that checks gradients absorbs nothing
     origins: list[Origin] = []
     # A constant is the origin only if it reaches a loss, a gradient or a parameter, and there is no other origin.
     for event in sorted(broken.values(), key=lambda each: (each.kind == "constant", each.index)):
@@ -75,12 +75,13 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
         if event.kind == "from inf":
             sources = _reachable(event, lambda each: [broken[i] for i in each.inputs if i in broken])[1:]
         if not all(map(_is_constant, sources)):
-            continue        # the inf has an origin of its own
+            continue  # the inf has an origin of its own
         # An inf in the data is a symptom only where it does harm: it may be a bound, or a mask.
         inf_is_symptom = complete and (event.kind != "arrived" or "nan" in event.broken)
         reached = _reachable(event, lambda each: [reader for reader in readers[each.index] if reader.broken])
         symptoms = [
-            each for each in reached
+            each
+            for each in reached
             if each.shows or (event.kind != "constant" and _is_unread_symptom(each, read, inf_is_symptom))
         ]
         if symptoms:
@@ -94,7 +95,7 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
 def _is_unread_symptom(event: Event, read: set[int], inf_is_symptom: bool) -> bool:
     """Whether a broken result that is no loss, gradient or parameter is a symptom because nothing reads it."""
     if event.index in read or event.phase == "recompute":
-        return False        # a recompute stops once backward has the tensors that it needs
+        return False  # a recompute stops once backward has the tensors that it needs
     return inf_is_symptom or "nan" in event.broken or event.scalar or event.phase in ("backward", "scaler")
 
 

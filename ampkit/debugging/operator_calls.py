@@ -44,14 +44,14 @@ Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 class OperatorCall:
     """One call of an operator. Holds names and numbers, and no tensor beyond the call."""
 
-    index: int                      # in the order of execution, over all steps
+    index: int  # in the order of execution, over all steps
     facts: OperatorFacts
     phase: Phase
-    module: ModuleCall | None       # the innermost module that runs
+    module: ModuleCall | None  # the innermost module that runs
     caller: Caller
-    backward_number: int | None = None      # in backward: the node's sequence number, equal to its forward operator's
-    numbers: tuple[float, ...] = ()         # Python floats among its arguments
-    tensors: Sequence[Tensor] = ()          # tensors among its arguments, while it runs
+    backward_number: int | None = None  # in backward: the node's sequence number, equal to its forward operator's
+    numbers: tuple[float, ...] = ()  # Python floats among its arguments
+    tensors: Sequence[Tensor] = ()  # tensors among its arguments, while it runs
 
     @property
     def starts_backward(self) -> bool:
@@ -80,21 +80,21 @@ class OperatorObserver(ObserverMode, Generic[R]):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
         self.report = report
         self.modules = ModuleCalls(model)
-        self.first_step = 0         # number of the first step that is observed; set it before entering
-        self.begun = False          # operators are observed
-        self.scale: float | None = None         # the loss scale, where a scaler takes part
-        self.on_state: Callable[[Any], object] = lambda owner: None     # called before an optimizer or a scaler changes
-        self.step = 0               # steps that have ended
-        self.count = 0              # operators seen
+        self.first_step = 0  # number of the first step that is observed; set it before entering
+        self.begun = False  # operators are observed
+        self.scale: float | None = None  # the loss scale, where a scaler takes part
+        self.on_state: Callable[[Any], object] = lambda owner: None  # called before an optimizer or a scaler changes
+        self.step = 0  # steps that have ended
+        self.count = 0  # operators seen
         self._optimizer: Any = None
         self._backward_seen = self._unscaled = False
-        self._forward: dict[int, OperatorCall] = {}         # by sequence number, of this step and of the last one
+        self._forward: dict[int, OperatorCall] = {}  # by sequence number, of this step and of the last one
         self._forward_before: dict[int, OperatorCall] = {}
         self._thread = _Thread()
         self._check = check_loop()
         self._open = ExitStack()
 
-    def __enter__(self) -> R:     # type: ignore[override]
+    def __enter__(self) -> R:  # type: ignore[override]
         with ExitStack() as stack:
             stack.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
             stack.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
@@ -115,7 +115,7 @@ class OperatorObserver(ObserverMode, Generic[R]):
         self._thread = _Thread()
         super().__enter__()
         stack.callback(super().__exit__, None, None, None)
-        invalidate_casts()      # casts in a `WeightCache` are made again, so that they are observed
+        invalidate_casts()  # casts in a `WeightCache` are made again, so that they are observed
         self.begun = True
 
     def _note_compiled(self, stack: ExitStack) -> None:
@@ -158,8 +158,13 @@ class OperatorObserver(ObserverMode, Generic[R]):
             if call.caller.outside or not line:
                 file, line = forward.caller.line()
         return {
-            "index": call.index, "op": call.facts.name, "phase": call.phase, "file": file, "line": line,
-            "module": "" if module is None else module.name, "call": 0 if module is None else module.number,
+            "index": call.index,
+            "op": call.facts.name,
+            "phase": call.phase,
+            "file": file,
+            "line": line,
+            "module": "" if module is None else module.name,
+            "call": 0 if module is None else module.number,
             "backward_of": backward_of,
         }
 
@@ -186,10 +191,10 @@ class OperatorObserver(ObserverMode, Generic[R]):
         if types and any(cls is not Tensor and cls is not Parameter for cls in types):
             if FakeTensor in types:
                 return func(*args, **kwargs)
-            return NotImplemented       # a tensor subclass dispatches the operators on its parts, which are observed
+            return NotImplemented  # a tensor subclass dispatches the operators on its parts, which are observed
         facts = facts_of(func)
-        if facts.composite:     # in inference mode no key above has decomposed it
-            super().__enter__()     # so that the operators inside it are observed
+        if facts.composite:  # in inference mode no key above has decomposed it
+            super().__enter__()  # so that the operators inside it are observed
             try:
                 return func.decompose(*args, **kwargs)
             finally:
@@ -227,7 +232,7 @@ class OperatorObserver(ObserverMode, Generic[R]):
             caller = find_caller(depth)
             phase: Phase = "scaler" if caller.scaler else "forward"
             if self._optimizer is not None and not torch.is_grad_enabled():
-                phase = "optimizer"     # with gradients enabled it runs a closure, as LBFGS does
+                phase = "optimizer"  # with gradients enabled it runs a closure, as LBFGS does
             return OperatorCall(self.count, facts, phase, module, caller)
         # A recompute runs with gradients enabled; so does backward with create_graph.
         caller = find_caller(depth, recompute=torch.is_grad_enabled())
@@ -235,15 +240,15 @@ class OperatorObserver(ObserverMode, Generic[R]):
         call = OperatorCall(self.count, facts, phase, module, caller, node_sequence_number(node))
         forward = self._forward_of(call) if phase == "recompute" else None
         if forward is not None:
-            call.module = module or forward.module      # a checkpointed function calls no module
+            call.module = module or forward.module  # a checkpointed function calls no module
             if caller.code is None:
-                call.caller = forward.caller    # the stack leads to backward(), not to the caller of the checkpoint
+                call.caller = forward.caller  # the stack leads to backward(), not to the caller of the checkpoint
         return call
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.on_state(optimizer)
         if self.begun:
-            with without_dispatch():    # operators of the tool are not operators of the step
+            with without_dispatch():  # operators of the tool are not operators of the step
                 self._step_starts(optimizer)
         self._optimizer = optimizer
 

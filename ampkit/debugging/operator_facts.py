@@ -14,16 +14,37 @@ from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 from ampkit.torch_internals.operators import is_composite
 
 # Their results are uninitialized memory.
-_UNINITIALIZED = frozenset(f"aten::{name}" for name in (
-    "empty.memory_format", "empty.names", "empty_like", "empty_strided", "empty_permuted", "empty_quantized",
-    "new_empty", "new_empty_strided", "resize_", "set_.source_Storage_storage_offset",
-))
+_UNINITIALIZED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty.memory_format",
+        "empty.names",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "empty_quantized",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_.source_Storage_storage_offset",
+    )
+)
 _UNSAFE_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 # Endings of operators that read a tensor's shape but none of its values.
 _SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-_NO_TENSORS = frozenset({       # types of arguments that hold no tensor
-    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-})
+_NO_TENSORS = frozenset(
+    {  # types of arguments that hold no tensor
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
+)
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 
@@ -35,11 +56,13 @@ class OperatorFacts:
         self.name = op.name()
         base = self.name.partition("::")[2].partition(".")[0]
         self.mutable: bool = schema.is_mutable
-        self.literal = self.name == "aten::lift_fresh"      # `torch.tensor` of a list calls it
+        self.literal = self.name == "aten::lift_fresh"  # `torch.tensor` of a list calls it
         # Views read no values, nor do the profiler's operators. `_UNSAFE_VIEWS` are views in effect, not by schema.
         self.is_view: bool = (
-            op.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::")
-        ) and not self.mutable and not self.literal
+            (op.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::"))
+            and not self.mutable
+            and not self.literal
+        )
         self.uninitialized = self.name in _UNINITIALIZED
         self.takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
         self.random = torch.Tag.nondeterministic_seeded in op.tags
@@ -56,10 +79,14 @@ class OperatorFacts:
         )
         # Arguments that it may write although its schema does not say so: the statistics of batch norm, and all
         # arguments of operators of libraries.
-        self.undeclared_writes = () if self.mutable else tuple(
-            (position, argument.name)
-            for position, argument in enumerate(schema.arguments)
-            if not self.name.startswith("aten::") or argument.name in ("running_mean", "running_var")
+        self.undeclared_writes = (
+            ()
+            if self.mutable
+            else tuple(
+                (position, argument.name)
+                for position, argument in enumerate(schema.arguments)
+                if not self.name.startswith("aten::") or argument.name in ("running_mean", "running_var")
+            )
         )
         # Whether it replaces all values of these arguments without reading them.
         self.overwrites = bool(self.writes) and (
@@ -97,7 +124,7 @@ def _tensors_at(arguments: tuple[tuple[int, str], ...], args: tuple[Any, ...], k
     return tensors
 
 
-_facts: dict[int, tuple[OpOverload, OperatorFacts]] = {}      # by identity: hashing an operator calls Python code
+_facts: dict[int, tuple[OpOverload, OperatorFacts]] = {}  # by identity: hashing an operator calls Python code
 
 
 def facts_of(op: OpOverload) -> OperatorFacts:
@@ -117,7 +144,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
     for item in values:
-        cls = type(item)        # checked first, since `isinstance(item, Tensor)` is slow where it is False
+        cls = type(item)  # checked first, since `isinstance(item, Tensor)` is slow where it is False
         if cls is Tensor or cls is Parameter:
             tensors.append(item)
         elif cls is tuple or cls is list:
@@ -142,17 +169,21 @@ def readable(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 def converted_arguments(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
-    tensor: Callable[[Tensor], Tensor], dtype: Callable[[torch.dtype], torch.dtype],
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensor: Callable[[Tensor], Tensor],
+    dtype: Callable[[torch.dtype], torch.dtype],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`args` and `kwargs` with each tensor and dtype converted, to run the operator in another precision."""
+
     def converted(leaf: Any) -> Any:
         return dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
 
     new_args = [map_tensors(value, tensor, converted) for value in args]
     new_kwargs = {key: map_tensors(value, tensor, converted) for key, value in kwargs.items()}
     for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "half_to_float":    # of softmax, on accelerators: float16 in, float32 out
+        if argument.name == "half_to_float":  # of softmax, on accelerators: float16 in, float32 out
             if position < len(new_args):
                 new_args[position] = False
             else:

@@ -30,7 +30,7 @@ from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.torch_internals.float8_matmul import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
-_PRIVATE_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")    # return memory that only their own backward can read
+_PRIVATE_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")  # return memory that only their own backward can read
 _OPTIMIZER, _RANDOM, _UNREAD = "the optimizer", "it draws random numbers", "it reads nothing"
 
 
@@ -105,10 +105,10 @@ def compare_precision(
 class Deviation(NamedTuple):
     """The difference of values from their reference, without elements where the reference is not finite."""
 
-    error: float        # 2-norm of the difference
-    norm: float         # 2-norm of the reference
-    lost: int           # number of elements that are 0, where the reference is not
-    broken: int         # number of elements that are inf or NaN, where the reference is finite
+    error: float  # 2-norm of the difference
+    norm: float  # 2-norm of the reference
+    lost: int  # number of elements that are 0, where the reference is not
+    broken: int  # number of elements that are inf or NaN, where the reference is finite
     numel: int
 
     @property
@@ -127,10 +127,10 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             raise ValueError(f"reference is {reference}; expected torch.float32 or torch.float64")
         super().__init__(model, PrecisionReport(dtype_name(reference)))
         self.copies = ReferenceCopies(reference)
-        self._noted: StorageMap[bool] = StorageMap()        # storages in 16 bits that `report.given` lists
-        self._new_gradients = False     # backward has run since gradients were compared
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameters before the update, see `before_update`
-        self.on_step: Callable[[], None] = lambda: None     # called when the step has ended
+        self._noted: StorageMap[bool] = StorageMap()  # storages in 16 bits that `report.given` lists
+        self._new_gradients = False  # backward has run since gradients were compared
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters before the update, see `before_update`
+        self.on_step: Callable[[], None] = lambda: None  # called when the step has ended
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -153,16 +153,16 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         if facts.literal:
             return func(*args, **kwargs)
         if call.phase == "scaler" and self._new_gradients and not call.caller.scaling:
-            self._new_gradients = False     # compared here, since no hook runs if the scaler skips the step
+            self._new_gradients = False  # compared here, since no hook runs if the scaler skips the step
             self._collect_gradients()
         self._new_gradients |= call.phase == "backward"
         inputs, default = call.tensors, torch.get_default_dtype()
         takes_default = facts.takes_dtype and not (inputs or facts.random or kwargs.get("dtype"))
         if default in SIXTEEN_BIT and takes_default and func(*args, **kwargs).dtype is default:
-            kwargs = {**kwargs, "dtype": default}       # but not of `arange` of integers
+            kwargs = {**kwargs, "dtype": default}  # but not of `arange` of integers
         low = any(map(self._is_low, inputs)) or self._asks_for_low((*args, *kwargs.values()))
         if not low and not any(map(self.copies.has_copy, inputs)):
-            return func(*args, **kwargs)        # it computes the reference itself
+            return func(*args, **kwargs)  # it computes the reference itself
         for tensor in inputs:
             if tensor.dtype in SIXTEEN_BIT and not self.copies.has_copy(tensor):
                 self._note_given(tensor)
@@ -184,8 +184,13 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         return result
 
     def _run_three(
-        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
-        low: bool, written: list[Tensor],
+        self,
+        call: OperatorCall,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        low: bool,
+        written: list[Tensor],
     ) -> Any:
         """Run an operator as the user wrote it, on reference copies, and if `low` in the wider dtype on its inputs."""
         copies, facts = self.copies, call.facts
@@ -211,16 +216,16 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         wide_func: Any = WIDE_PRODUCTS.get(facts.name, func)
         with torch.no_grad():
             try:
-                exact = None        # the results in the wider dtype on the user's inputs
+                exact = None  # the results in the wider dtype on the user's inputs
                 if of_inputs is not None and is_cast:
-                    exact = [of_inputs[0][0]]       # a cast to the wider dtype returns its widened input
+                    exact = [of_inputs[0][0]]  # a cast to the wider dtype returns its widened input
                 elif of_inputs is not None:
                     exact = outputs(wide_func(*of_inputs[0], **of_inputs[1]), *of_inputs)
-                of_inputs = None        # freed before the next run, which is the peak of memory
+                of_inputs = None  # freed before the next run, which is the peak of memory
                 references = outputs(wide_func(*of_copies[0], **of_copies[1]), *of_copies)
                 if [tensor.shape for tensor in results] != [tensor.shape for tensor in references]:
                     raise ValueError("the reference has another shape: it depends on values")
-            except Exception as error:      # operators without a wider dtype raise many kinds of errors
+            except Exception as error:  # operators without a wider dtype raise many kinds of errors
                 self.report.opaque[facts.name] = str(error).splitlines()[0][:100]
                 for tensor in results:
                     copies.forget(tensor)
@@ -228,7 +233,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             shared = {storage_key(tensor) for tensor in tensors_in(of_copies) if not is_opaque(tensor)}
             del of_copies
             if is_cast and not self._is_low(results[0]):
-                errors = [incoming]     # a cast from a narrower dtype does not round
+                errors = [incoming]  # a cast from a narrower dtype does not round
             else:
                 errors = self._measure(call, results, references, exact, incoming, before)
             for tensor, reference, error in zip(results, references, errors, strict=True):
@@ -240,12 +245,18 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         return result
 
     def _measure(
-        self, call: OperatorCall, results: list[Tensor], references: list[Tensor], exact: list[Tensor] | None,
-        incoming: Error, before: dict[int, Tensor],
+        self,
+        call: OperatorCall,
+        results: list[Tensor],
+        references: list[Tensor],
+        exact: list[Tensor] | None,
+        incoming: Error,
+        before: dict[int, Tensor],
     ) -> list[Error]:
         """Add the errors of a call to the report. Returns the error of each result."""
         chosen = [
-            i for i, result in enumerate(results)
+            i
+            for i, result in enumerate(results)
             if result.numel() and (result.is_floating_point() or result.is_complex())
         ]
         totals = {i: deviation(results[i], references[i]) for i in chosen}
@@ -261,13 +272,21 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
                 maker = call.index
             if local.lost:
                 lost = call.index
-            self.report.operators.append(OperatorError(
-                **self._operation_fields(call), dtype=dtype, shape=tuple(results[chosen[0]].shape),
-                total=total.relative, local=local.relative, propagated=propagated.relative,
-                amplification=propagated.relative / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
-                error_from=incoming.maker, lost=local.lost / max(1, local.numel),
-                largest=max(largest_finite(references[i]) for i in chosen), norm=total.norm,
-            ))
+            self.report.operators.append(
+                OperatorError(
+                    **self._operation_fields(call),
+                    dtype=dtype,
+                    shape=tuple(results[chosen[0]].shape),
+                    total=total.relative,
+                    local=local.relative,
+                    propagated=propagated.relative,
+                    amplification=propagated.relative / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
+                    error_from=incoming.maker,
+                    lost=local.lost / max(1, local.numel),
+                    largest=max(largest_finite(references[i]) for i in chosen),
+                    norm=total.norm,
+                )
+            )
             share = _lost_in_place(results, exact or [], before)
             if share > 0.5 and call.phase == "forward":
                 file, line = call.caller.line()
@@ -294,7 +313,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
 
     def _step_ended(self, *, skipped: bool = False) -> None:
         if skipped:
-            self.copies = ReferenceCopies(self.copies.reference)       # gradients have another scale in the next step
+            self.copies = ReferenceCopies(self.copies.reference)  # gradients have another scale in the next step
         file, line = find_caller(1).line()
         for parameter, before, wanted in self._before:
             share = float(lost_share(parameter, before, wanted))
@@ -307,7 +326,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
     def _step_starts(self, optimizer: Any) -> None:
         self._collect_gradients()
         self._before = []
-        if any(group.get("lr", 1.0) for group in optimizer.param_groups):       # a warm-up begins at 0
+        if any(group.get("lr", 1.0) for group in optimizer.param_groups):  # a warm-up begins at 0
             self._before = [entry for entry in before_update(optimizer) if entry[0].dtype in SIXTEEN_BIT]
 
     def _collect_gradients(self) -> None:
@@ -315,15 +334,18 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         with torch.no_grad():
             deviations = [
                 (name, deviation(p.grad, self.copies.read(p.grad), count_lost=True))
-                for root in self.modules.roots() for name, p in root.named_parameters()
+                for root in self.modules.roots()
+                for name, p in root.named_parameters()
                 if p.grad is not None and p.grad.layout is torch.strided
             ]
         norm = math.hypot(*(each.norm for _, each in deviations))
         if deviations:
             self.report.gradients = {
                 name: GradientError(
-                    error=each.relative, share=each.error / norm if norm else each.relative,
-                    lost=each.lost / max(1, each.numel), norm=each.norm,
+                    error=each.relative,
+                    share=each.error / norm if norm else each.relative,
+                    lost=each.lost / max(1, each.numel),
+                    norm=each.norm,
                 )
                 for name, each in deviations
             }
@@ -368,7 +390,7 @@ def _lost_in_place(results: list[Tensor], exact: list[Tensor], before: dict[int,
 
 def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> Deviation:
     """The deviation of `value` from `reference`; without `count_lost` its `lost` is 0."""
-    value = value.float() if value.element_size() == 1 else value       # few operators take float8
+    value = value.float() if value.element_size() == 1 else value  # few operators take float8
     if value.is_complex():
         value, reference = torch.view_as_real(value), torch.view_as_real(reference)
     value, reference = value.reshape(-1), reference.reshape(-1)
@@ -381,7 +403,7 @@ def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> 
     error, norm = math.sqrt(torch.dot(difference, difference)), math.sqrt(torch.dot(reference, reference))
     if math.isfinite(error) and math.isfinite(norm):
         return Deviation(error, norm, lost, 0, count)
-    fits = torch.isfinite(reference)        # a norm beyond the dtype, or values that are not finite
+    fits = torch.isfinite(reference)  # a norm beyond the dtype, or values that are not finite
     broken = int((fits & ~torch.isfinite(value)).sum())
     fits &= torch.isfinite(value)
     error = float(torch.where(fits, value.double() - reference, 0.0).norm())
@@ -392,7 +414,9 @@ def _sum(deviations: Iterable[Deviation]) -> Deviation:
     """The deviation of several tensors taken as one."""
     parts = list(deviations)
     return Deviation(
-        error=math.hypot(*(part.error for part in parts)), norm=math.hypot(*(part.norm for part in parts)),
-        lost=sum(part.lost for part in parts), broken=sum(part.broken for part in parts),
+        error=math.hypot(*(part.error for part in parts)),
+        norm=math.hypot(*(part.norm for part in parts)),
+        lost=sum(part.lost for part in parts),
+        broken=sum(part.broken for part in parts),
         numel=sum(part.numel for part in parts),
     )

@@ -29,11 +29,21 @@ from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 
-Region = Literal["ampkit", "torch", "none"]     # the kind of region that the user's step runs in
-_NOT_CAST = frozenset({     # functions whose arguments `LineChange` does not cast
-    "batch_norm", "backward", "__get__", "__set__", "__delete__", "__setitem__", "__iadd__", "__isub__", "__imul__",
-    "__itruediv__",
-})
+Region = Literal["ampkit", "torch", "none"]  # the kind of region that the user's step runs in
+_NOT_CAST = frozenset(
+    {  # functions whose arguments `LineChange` does not cast
+        "batch_norm",
+        "backward",
+        "__get__",
+        "__set__",
+        "__delete__",
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class LineChange(TorchFunctionMode):
             return self._call(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _NOT_CAST or (name.endswith("_") and not name.endswith("__")):
-            return self._call(func, args, kwargs)       # an operator in place must not write to a copy
+            return self._call(func, args, kwargs)  # an operator in place must not write to a copy
         if func in (Tensor.half, Tensor.bfloat16):
             func = Tensor.float
         args, kwargs = _widened(args), _widened(kwargs)
@@ -136,6 +146,7 @@ class LineChange(TorchFunctionMode):
 
 def _widened(value: Any) -> Any:
     """Arguments with 16-bit tensors, and 16-bit dtypes, in float32."""
+
     def widened_dtype(leaf: Any) -> Any:
         return torch.float32 if isinstance(leaf, torch.dtype) and leaf in SIXTEEN_BIT else leaf
 
@@ -176,7 +187,8 @@ def function_around(lines: Lines) -> Lines | None:
     except (OSError, ValueError, SyntaxError):
         return None
     bodies = [
-        Lines(lines.file, node.body[0].lineno, node.end_lineno or node.lineno) for node in ast.walk(tree)
+        Lines(lines.file, node.body[0].lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     return min((body for body in bodies if body.covers(lines)), key=lambda body: body.last - body.first, default=None)
@@ -210,7 +222,7 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
     if finding.cause.kind in ("arrived", "received", "constant", "uninitialized") or origin.phase == "optimizer":
         return
     texts = (origin.dtype, "" if made is None else made.dtype, *finding.inputs)
-    if not any("float16" in text for text in texts):        # bfloat16 too
+    if not any("float16" in text for text in texts):  # bfloat16 too
         return
     line = (made and line_of(made)) or line_of(origin)
     yield from _changes(origin.module, line, finding.device, region, model)
@@ -226,8 +238,11 @@ def _changes(path: str, line: Lines | None, device: str, region: Region, model: 
 # By kind of cause: what helps, and the evidence.
 _ADVICE = {
     "received": ("see the report of the rank that sent it", "what this rank sent is finite"),
-    "constant": ("for a mask write a finite number, such as -1e4, or leave the element out of the sum; else do not "
-                 "write inf or NaN where nothing masks it out", "the code asks for it"),
+    "constant": (
+        "for a mask write a finite number, such as -1e4, or leave the element out of the sum; else do not "
+        "write inf or NaN where nothing masks it out",
+        "the code asks for it",
+    ),
     "uninitialized": ("write to the memory before it is read", "no operator writes to it"),
     "unknown": ("look at its inputs", "the operator could not be run again to see why"),
 }
@@ -243,25 +258,37 @@ def advice(finding: Finding) -> Suggestion:
         code, evidence = _ADVICE[cause.kind]
         return Suggestion(code, evidence=evidence)
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
-        return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
-                          f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
+        return Suggestion(
+            "keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
+            f"torch.finfo(torch.{origin.dtype}).max",
+            evidence="the value does not fit the dtype",
+        )
     if origin.phase == "optimizer" and cause.kind in ("rounded", "overflow"):
-        return Suggestion("eps=1e-4 in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)",
-                          evidence="not verified")
+        return Suggestion(
+            "eps=1e-4 in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)", evidence="not verified"
+        )
     why, general_advice = advice_for(origin.op, origin.backward_of)
-    if origin.phase == "backward" and cause.kind == "overflow" and cause.value and cause.limit and not (
-        finding.scale or why
+    if (
+        origin.phase == "backward"
+        and cause.kind == "overflow"
+        and cause.value
+        and cause.limit
+        and not (finding.scale or why)
     ):
         divisor = 2.0 ** math.ceil(math.log2(cause.value / cause.limit))
-        return Suggestion(f"(loss / {divisor:g}).backward()    # makes gradients {divisor:g} times smaller",
-                          evidence="not verified")
+        return Suggestion(
+            f"(loss / {divisor:g}).backward()    # makes gradients {divisor:g} times smaller", evidence="not verified"
+        )
     if cause.kind == "rounded" and " is " in cause.text:
-        return Suggestion("write a number that the dtype can represent: in float16 at least 6e-8, and at most 1 - 5e-4",
-                          evidence="not verified")
+        return Suggestion(
+            "write a number that the dtype can represent: in float16 at least 6e-8, and at most 1 - 5e-4",
+            evidence="not verified",
+        )
     if cause.kind == "overflow" and not finding.inputs:
         return Suggestion("make these numbers in float32", evidence=f"beyond {origin.dtype}")
     evidence = {"overflow": f"beyond {origin.dtype}", "rounded": "another value in float64"}.get(
-        cause.kind, "float64 has no finite value for these inputs either")
+        cause.kind, "float64 has no finite value for these inputs either"
+    )
     if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
         return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
     return Suggestion(general_advice, evidence=evidence)
@@ -285,10 +312,8 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
         code = f"keep the tensor that {lost.file}:{lost.line} updates in float32, and cast a copy of it to {lost.dtype}"
         if lost.by_optimizer:
             code = "keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"
-        return Suggestion(code,
-                          evidence="the update is less than half a unit in the last place")
+        return Suggestion(code, evidence="the update is less than half a unit in the last place")
     in_backward = origin is not None and origin.phase == "backward" and not origin.backward_of
-    if origin is not None and in_backward and origin.op == "aten::add_.Tensor":     # it accumulates gradients
+    if origin is not None and in_backward and origin.op == "aten::add_.Tensor":  # it accumulates gradients
         return Suggestion("accumulate gradients in float32, beside the parameters", evidence="not verified")
     return Suggestion("keep more of the model in float32", evidence="not verified")
-

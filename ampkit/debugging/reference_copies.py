@@ -15,7 +15,7 @@ from torch import Tensor
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.operator_tracing import is_opaque
 
-_SPARE = 1 << 20        # after so many bytes of new copies, copies of freed storages are removed
+_SPARE = 1 << 20  # after so many bytes of new copies, copies of freed storages are removed
 
 
 class Error(NamedTuple):
@@ -25,8 +25,8 @@ class Error(NamedTuple):
     """
 
     relative: float
-    maker: int          # the call that made most of the error
-    lost: int = -1      # the last call that made elements 0 that are not 0 in the reference copy
+    maker: int  # the call that made most of the error
+    lost: int = -1  # the last call that made elements 0 that are not 0 in the reference copy
 
 
 NONE = Error(0.0, -1)
@@ -36,8 +36,8 @@ NONE = Error(0.0, -1)
 class _Copy:
     """A storage's elements in the reference's dtype, and the error of the user's elements."""
 
-    flat: Tensor            # one dimension, real numbers
-    real: torch.dtype       # the user's dtype, real for a complex one
+    flat: Tensor  # one dimension, real numbers
+    real: torch.dtype  # the user's dtype, real for a complex one
     error: Error = NONE
 
 
@@ -106,7 +106,7 @@ class ReferenceCopies:
         copy = None if is_opaque(tensor) else self._copies.get(tensor)
         if copy is None or (copy.real is _real(tensor) and copy.flat.numel() == _n_elements(tensor)):
             return copy
-        return None         # the storage has another dtype or size by now
+        return None  # the storage has another dtype or size by now
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         self._copies.set(tensor, _Copy(flat, _real(tensor)))
@@ -123,7 +123,9 @@ def _n_elements(tensor: Tensor) -> int:
 def _fills(tensor: Tensor, count: int) -> bool:
     """Whether a tensor covers its whole storage, without conjugation or negation."""
     return (
-        tensor.storage_offset() == 0 and _n_elements(tensor) == count
+        tensor.storage_offset() == 0
+        and _n_elements(tensor) == count
         and tensor.numel() * (2 if tensor.is_complex() else 1) == count
-        and not tensor.is_conj() and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
     )

@@ -17,8 +17,10 @@ from ampkit.text_tables import table
 
 Status = Literal["clean", "found", "inconclusive"]
 VERSION = 1
-COMPILED = ("compiled functions run eagerly here: if the loss of your compiled run is finite and right, this report "
-            "does not apply to that run")
+COMPILED = (
+    "compiled functions run eagerly here: if the loss of your compiled run is finite and right, this report "
+    "does not apply to that run"
+)
 
 
 @dataclass
@@ -29,7 +31,7 @@ class LoopFinding:
     file: str
     line: int
     change: str
-    first: int      # iteration: the number of optimizer steps before it, skipped steps included
+    first: int  # iteration: the number of optimizer steps before it, skipped steps included
     last: int
 
     def __str__(self) -> str:
@@ -42,13 +44,13 @@ class Report:
     """The findings of a tool; falsy without any. `str` is the text for the terminal."""
 
     kind: ClassVar[str]
-    incomplete: str = ""        # why the steps did not run to their end; "" where they did
-    compiled: bool = False      # compiled functions ran, eagerly
-    loop: list[LoopFinding] = field(default_factory=list)       # mistakes of the loop
+    incomplete: str = ""  # why the steps did not run to their end; "" where they did
+    compiled: bool = False  # compiled functions ran, eagerly
+    loop: list[LoopFinding] = field(default_factory=list)  # mistakes of the loop
 
     @property
     def status(self) -> Status:
-        """"found" with findings; without, "inconclusive" if the steps did not run to their end, else "clean"."""
+        """ "found" with findings; without, "inconclusive" if the steps did not run to their end, else "clean"."""
         if self:
             return "found"
         return "inconclusive" if self.incomplete else "clean"
@@ -79,8 +81,10 @@ class LoopReport(Report):
         iterations = _counted(self.iterations, "iteration")
         if self.status == "inconclusive":
             return f"inconclusive: {self.incomplete}. Nothing was found until then: {iterations}"
-        return (f"nothing found in {iterations}. Checked are the order of scale, backward, unscale_, clipping, steps, "
-                "update, clearing of gradients and schedulers, and whether summed losses are divided")
+        return (
+            f"nothing found in {iterations}. Checked are the order of scale, backward, unscale_, clipping, steps, "
+            "update, clearing of gradients and schedulers, and whether summed losses are divided"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,14 @@ class Operation:
     backward, as in a hook, the line is the one there.
     """
 
-    index: int              # in the order of execution; -1 for a tensor
+    index: int  # in the order of execution; -1 for a tensor
     op: str
-    phase: str              # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
-    module: str             # path from the model; a class name where it has no path, as the model; "" outside of all
-    call: int               # number of the module's call in the step, from 1; 0 if not known
+    phase: str  # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
+    module: str  # path from the model; a class name where it has no path, as the model; "" outside of all
+    call: int  # number of the module's call in the step, from 1; 0 if not known
     file: str
     line: int
-    backward_of: str        # in backward, the forward operator
+    backward_of: str  # in backward, the forward operator
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -129,14 +133,17 @@ class Suggestion:
 
     code: str
     kind: Literal["change", "advice"] = "advice"
-    verified: bool = False          # steps with the change were finite
+    verified: bool = False  # steps with the change were finite
     evidence: str = ""
-    tried: tuple[str, ...] = ()     # changes that did not help
+    tried: tuple[str, ...] = ()  # changes that did not help
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
-        return [f"  {self.kind:9} {self.code}", f"  evidence  {self.evidence}",
-                *(f"  tried     did not help: {change}" for change in self.tried)]
+        return [
+            f"  {self.kind:9} {self.code}",
+            f"  evidence  {self.evidence}",
+            *(f"  tried     did not help: {change}" for change in self.tried),
+        ]
 
 
 @dataclass
@@ -145,18 +152,18 @@ class Finding:
 
     origin: Operation
     device: str
-    micro_batch: int                # number of the backward call in the step
-    symptom: str = ""               # "the loss is nan"
-    parameter: str = ""             # whose gradient or value the symptom is, or the parameter that arrived broken
+    micro_batch: int  # number of the backward call in the step
+    symptom: str = ""  # "the loss is nan"
+    parameter: str = ""  # whose gradient or value the symptom is, or the parameter that arrived broken
     cause: Cause = PASSED_ON
-    inputs: tuple[str, ...] = ()    # of the origin, as they were before the call
-    step: int = 0                   # number of optimizer steps before it, skipped steps included
-    scale: float | None = None      # the loss scale
-    skipped: bool = False           # a scaler skips the step because of it, as it should
-    times: int = 1                  # how often it was found at the same place
+    inputs: tuple[str, ...] = ()  # of the origin, as they were before the call
+    step: int = 0  # number of optimizer steps before it, skipped steps included
+    scale: float | None = None  # the loss scale
+    skipped: bool = False  # a scaler skips the step because of it, as it should
+    times: int = 1  # how often it was found at the same place
     suggestion: Suggestion | None = None
-    elements: str = ""              # how many are broken, and in which rows
-    made: Operation | None = None   # the operator that computed the 0 or inf that the origin cannot take
+    elements: str = ""  # how many are broken, and in which rows
+    made: Operation | None = None  # the operator that computed the 0 or inf that the origin cannot take
 
     def __str__(self) -> str:
         shown = list(self.inputs[:3])
@@ -165,12 +172,14 @@ class Finding:
         inputs = "; inputs " + ", ".join(shown) if shown else ""
         micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
         times = f", found {self.times} times" if self.times > 1 else ""
-        return "\n".join([
-            f"{self.symptom} in step {self.step}{micro_batch}{times}",
-            f"  origin    {self.origin}" + (f": {self.elements}" if self.elements else ""),
-            f"  why       {self.why()}{inputs}",
-            *(self.suggestion.lines() if self.suggestion is not None else ()),
-        ])
+        return "\n".join(
+            [
+                f"{self.symptom} in step {self.step}{micro_batch}{times}",
+                f"  origin    {self.origin}" + (f": {self.elements}" if self.elements else ""),
+                f"  why       {self.why()}{inputs}",
+                *(self.suggestion.lines() if self.suggestion is not None else ()),
+            ]
+        )
 
     def why(self) -> str:
         """Return the cause in words, with the operator that made the value that the cause is about."""
@@ -193,10 +202,10 @@ class NonFiniteReport(Report):
 
     kind = "nonfinite"
     findings: list[Finding] = field(default_factory=list)
-    skipped: list[Finding] = field(default_factory=list)    # a scaler skips these: normal while its scale settles
+    skipped: list[Finding] = field(default_factory=list)  # a scaler skips these: normal while its scale settles
     steps: int = 0
     operators: int = 0
-    rank: int | None = None     # of this process; None where it is alone
+    rank: int | None = None  # of this process; None where it is alone
     note: str = ""
 
     def __bool__(self) -> bool:
@@ -216,7 +225,8 @@ class NonFiniteReport(Report):
             blocks.append(f"{rank}no inf or NaN reached a loss, a gradient, a parameter or a result: {checked}")
         blocks += [
             f"{rank}the loss scaler skips step {finding.step}: {finding.cause.text} "
-            f"at a scale of {finding.scale or 0:g}, in {finding.origin}" for finding in self.skipped
+            f"at a scale of {finding.scale or 0:g}, in {finding.origin}"
+            for finding in self.skipped
         ]
         if self.note:
             blocks.append(f"note: {self.note}")
@@ -286,8 +296,8 @@ class GradientError:
 class LostUpdate:
     """A tensor in 16 bits where more than half of the elements of an update are rounded away."""
 
-    what: str       # the name of the parameter that an optimizer updates, or the operator that updates in place
-    share: float    # of the elements that the update should change
+    what: str  # the name of the parameter that an optimizer updates, or the operator that updates in place
+    share: float  # of the elements that the update should change
     dtype: str
     file: str
     line: int
@@ -301,16 +311,16 @@ class PrecisionReport(Report):
     kind = "precision"
     reference: str
     operators: list[OperatorError] = field(default_factory=list)
-    gradients: dict[str, GradientError] = field(default_factory=dict)       # by parameter
-    results: list[float] = field(default_factory=list)      # the errors of the tensors that the step returned
+    gradients: dict[str, GradientError] = field(default_factory=dict)  # by parameter
+    results: list[float] = field(default_factory=list)  # the errors of the tensors that the step returned
     lost_updates: list[LostUpdate] = field(default_factory=list)
-    opaque: dict[str, str] = field(default_factory=dict)    # operators that have no reference of their own, and why
-    given: dict[str, str] = field(default_factory=dict)     # tensors in 16 bits from before the step: dtype by name
+    opaque: dict[str, str] = field(default_factory=dict)  # operators that have no reference of their own, and why
+    given: dict[str, str] = field(default_factory=dict)  # tensors in 16 bits from before the step: dtype by name
     suggestion: Suggestion | None = None
-    scale: float = 1.0          # the loss scale
+    scale: float = 1.0  # the loss scale
     loss: float | None = None
     reference_loss: float | None = None
-    step: int = 0               # number of optimizer steps before it
+    step: int = 0  # number of optimizer steps before it
 
     def __bool__(self) -> bool:
         overflowed = not (math.isfinite(self.gradient_error) or self.is_left_to_scaler)
@@ -339,8 +349,7 @@ class PrecisionReport(Report):
         """Parameters whose gradient is 0 almost everywhere, though not negligible in the reference."""
         norm = math.hypot(*(gradient.norm for gradient in self.gradients.values()))
         return [
-            name for name, gradient in self.gradients.items()
-            if gradient.lost > 0.99 and gradient.norm > 1e-6 * norm
+            name for name, gradient in self.gradients.items() if gradient.lost > 0.99 and gradient.norm > 1e-6 * norm
         ]
 
     @property
@@ -407,8 +416,10 @@ class PrecisionReport(Report):
         if self.lost_updates:
             most = max(self.lost_updates, key=lambda update: update.share)
             more = f" and {len(self.lost_updates) - 1} more" if len(self.lost_updates) > 1 else ""
-            lines.append(f"  updates   {most.share:.0%} lost {'of' if most.by_optimizer else 'by'} {most.what}{more}: "
-                         f"rounded away in {most.dtype}, {most.file}:{most.line}")
+            lines.append(
+                f"  updates   {most.share:.0%} lost {'of' if most.by_optimizer else 'by'} {most.what}{more}: "
+                f"rounded away in {most.dtype}, {most.file}:{most.line}"
+            )
         if self.recommended_scale is not None:
             lines.append(f"  scale     {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
         lines += [f"  unseen    {op}: {why}" for op, why in self.opaque.items()]
@@ -444,8 +455,15 @@ class PrecisionReport(Report):
         numbers = ("local", "total", "amplified", "to zero")
         cells = [(*numbers, "phase", "module", "operator")]
         cells += [
-            (f"{call.local:.2g}", f"{call.total:.2g}", f"{call.amplification:.3g}", f"{call.lost:.2%}",
-             call.phase, call.module or "(none)", call.op)
+            (
+                f"{call.local:.2g}",
+                f"{call.total:.2g}",
+                f"{call.amplification:.3g}",
+                f"{call.lost:.2%}",
+                call.phase,
+                call.module or "(none)",
+                call.op,
+            )
             for call in list(worst.values())[:rows]
         ]
         return "\n".join(table(cells, flush_right=numbers))

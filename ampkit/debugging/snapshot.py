@@ -26,7 +26,7 @@ class TrainingSnapshot:
     """
 
     def __init__(self, model: Module, others: Iterable[Any] = ()) -> None:
-        self._tensors: dict[Tensor, tuple[Tensor, Tensor | None]] = {}      # values and gradients
+        self._tensors: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # values and gradients
         self._keep((*model.parameters(), *model.buffers()))
         self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         self._optimizers: dict[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
@@ -77,8 +77,8 @@ class TrainingSnapshot:
     def restore(self) -> None:
         """Restore everything in place, so that references to parameters stay valid."""
         for buffers, before in self._buffers:
-            for name, tensor in before.items():     # a step may replace a buffer by another tensor
-                buffers[name] = tensor              # a scripted module's table has no `update`
+            for name, tensor in before.items():  # a step may replace a buffer by another tensor
+                buffers[name] = tensor  # a scripted module's table has no `update`
         for tensor, (value, _) in self._tensors.items():
             tensor.data.copy_(value)
         self.restore_gradients()
@@ -91,7 +91,7 @@ class TrainingSnapshot:
             owner.load_state_dict(copy.deepcopy(state))
         for set_state, state in self._random:
             set_state(state)
-        invalidate_casts()      # cached casts of the weights are stale, though the weights' versions do not show it
+        invalidate_casts()  # cached casts of the weights are stale, though the weights' versions do not show it
 
     def restore_gradients(self) -> None:
         """Restore gradients."""

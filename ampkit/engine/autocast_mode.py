@@ -51,7 +51,7 @@ _NO_ARGUMENTS: Mapping[str, Any] = {}
 _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 
-_Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]      # function, arguments, keyword arguments
+_Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]  # function, arguments, keyword arguments
 
 # Rule tables whose operators have entries at a key, by the table's `id` and the key.
 _installed: weakref.WeakValueDictionary[tuple[int, Any], RuleTable] = weakref.WeakValueDictionary()
@@ -65,13 +65,13 @@ class AutocastMode(TorchDispatchMode):
     `region/stack` puts the mode at its key; a `with` statement would put it below autograd.
     """
 
-    record: Any = None      # the record that calls are added to, if any: `region/recording`
+    record: Any = None  # the record that calls are added to, if any: `region/recording`
     closed_copy: AutocastMode | None = None
 
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()
         self.policies = policies
-        self.policy = policies[0][1] if len(policies) == 1 else None    # regions compare it by identity
+        self.policy = policies[0][1] if len(policies) == 1 else None  # regions compare it by identity
         self.cache = cache
         self.open = True
         self.changes = register_changes()

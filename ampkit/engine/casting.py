@@ -21,18 +21,22 @@ from torch.nn import Parameter
 from ampkit.torch_internals.operators import OpOverload, argument_names, dtype_overload
 
 _FLOATING = frozenset(
-    attribute for attribute in vars(torch).values()
+    attribute
+    for attribute in vars(torch).values()
     if isinstance(attribute, torch.dtype) and attribute.is_floating_point
 )
 _ELIGIBLE = _FLOATING - {torch.float64}
-_WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
-                              torch.memory_format})      # types of arguments that hold none
+_WITHOUT_TENSORS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)  # types of arguments that hold none
 # `tensor.bfloat16()` is `tensor.to(torch.bfloat16)` without the parsing of arguments, a third of a small cast's time.
 _CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
-    torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float,
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float32: Tensor.float,
 }
 _ON_DEVICE: dict[str, Callable[[Tensor], bool]] = {"cpu": attrgetter("is_cpu"), "cuda": attrgetter("is_cuda")}
-Lookup = Callable[[Tensor, torch.dtype], Tensor]        # stands in for `leaf.to(dtype)` where casts are cached
+Lookup = Callable[[Tensor, torch.dtype], Tensor]  # stands in for `leaf.to(dtype)` where casts are cached
 
 
 class Cast:
@@ -137,7 +141,7 @@ def with_float32_dtype(
     if not args or not is_eligible(args[0], device_type):
         return op, args, kwargs
     target = dtype_overload(op)
-    assert target is not None, op       # `operator_keys.overloads` has refused the rule
+    assert target is not None, op  # `operator_keys.overloads` has refused the rule
     if target is not op:
         # The dispatcher omits arguments equal to their default, and the target may have no default for them.
         defaults = {a.name: a.default_value for a in op._schema.arguments[len(args) :] if a.has_default_value()}

@@ -21,7 +21,7 @@ from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
 
 __all__ = ["expands", "product"]
 
-_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}       # the number of dimensions that both operands must have
+_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}  # the number of dimensions that both operands must have
 
 
 def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Tensor:
@@ -57,7 +57,7 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
         left = left.flatten(0, -right.dim())
     result = _Product.apply(left, right)
     if len(shape) > result.dim():
-        result = torch.ops.aten._unsafe_view(result, shape)     # LOWER's can be written in place; a view could not
+        result = torch.ops.aten._unsafe_view(result, shape)  # LOWER's can be written in place; a view could not
     return result if added is None else result + added
 
 
@@ -67,7 +67,7 @@ def _wide(op: OpOverload, cast: casting.Cast, args: tuple[Any, ...], kwargs: dic
 
 def expands(shape: torch.Size, target: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape can be added in place to a tensor of the target shape."""
-    end = target[len(target) - len(shape):]
+    end = target[len(target) - len(shape) :]
     return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape, end, strict=True))
 
 
@@ -82,9 +82,9 @@ class _Product(torch.autograd.Function):
         return left.float() @ right.float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         left, right = ctx.saved_tensors
         needs_left, needs_right = ctx.needs_input_grad
         rounded = grad.to(left.dtype)
-        with Exclude(keysets((left.device.type,))[0]):      # an open region would give these products float32 results
+        with Exclude(keysets((left.device.type,))[0]):  # an open region would give these products float32 results
             return rounded @ right.mT if needs_left else None, left.mT @ rounded if needs_right else None

@@ -59,7 +59,7 @@ class WeightForm(NamedTuple):
     """How a weight becomes FP8. Weight caches call it in the place of a `casting.Cast`."""
 
     scaling: Scaling
-    transposed: bool        # the form is of `w.T`
+    transposed: bool  # the form is of `w.T`
 
     def on_device(self, weight: Tensor) -> bool:
         """Whether the weight's device is the right one: `why_not` has checked it."""
@@ -129,7 +129,7 @@ class Product:
         elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             out = _Products.apply(x, weight, self)
         else:
-            out, _ = self.output(x.detach(), weight, saves=False)       # FP8 forms of a detached input are not shared
+            out, _ = self.output(x.detach(), weight, saves=False)  # FP8 forms of a detached input are not shared
         out = out.reshape(*x.shape[:-1], out.shape[1])
         return out if added is None else out + added
 
@@ -168,7 +168,9 @@ class Product:
         """
         cache = self.cache
         if (
-            cache is None or x.grad_fn is None or not is_eager(x)
+            cache is None
+            or x.grad_fn is None
+            or not is_eager(x)
             or (x.is_cuda and is_capturing(x.device) != cache.in_capture)
             or (collectives := n_collectives()) is None
         ):
@@ -205,13 +207,13 @@ class _Products(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call = ctx.call
         # An open region would cast the products.
         with torch.no_grad(), Exclude(keysets((call.device_type,))[0]):
             grads = _gradients(call, grad, ctx.saved_tensors, ctx.shape, *ctx.needs_input_grad[:2])
-        if torch.is_grad_enabled():     # create_graph=True
-            source = torch.zeros((), requires_grad=True)    # `grad` requires none if the operators after it are linear
+        if torch.is_grad_enabled():  # create_graph=True
+            source = torch.zeros((), requires_grad=True)  # `grad` requires none if the operators after it are linear
             grads = [None if each is None else _Once.apply(each, source) for each in grads]
         return *grads, None
 
@@ -258,7 +260,7 @@ def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False)
     """`a[m, k] @ b[n, k].T` in `dtype`."""
     left, right = a.data.contiguous(), b.data.contiguous()
     extra = -left.shape[1] % 16
-    if extra:       # in the gradient of the weight k is the number of the input's rows; zeros add nothing
+    if extra:  # in the gradient of the weight k is the number of the input's rows; zeros add nothing
         left, right = (functional.pad(each.view(torch.uint8), (0, extra)).view(each.dtype) for each in (left, right))
     return product(left, right, a.scale.reciprocal(), b.scale.reciprocal(), dtype, fast=fast)
 

@@ -22,13 +22,13 @@ __all__ = ["current_generation", "invalidate_casts", "observed", "watch_steps"]
 class _Observed:
     """Facts about optimizer steps since the first cache was made."""
 
-    generation: object = None   # identifies the weights' values between two steps; None until a cast is made of them
-    captured = False            # a step was captured into a CUDA graph, whose replays call no hook
+    generation: object = None  # identifies the weights' values between two steps; None until a cast is made of them
+    captured = False  # a step was captured into a CUDA graph, whose replays call no hook
     has_hooks = False
 
 
 observed = _Observed()
-_caches: dict[int, weakref.ref[Any]] = {}     # a `WeakSet` cannot be listed while another thread adds to it
+_caches: dict[int, weakref.ref[Any]] = {}  # a `WeakSet` cannot be listed while another thread adds to it
 
 
 def current_generation() -> object:
@@ -58,7 +58,7 @@ def _on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Dynamo traces this into compiled steps; it reads nothing that it writes, or each step would be compiled again."""
     observed.generation = None
     if torch.compiler.is_compiling():
-        return      # the casts that a compiled step invalidates are freed when a region casts again
+        return  # the casts that a compiled step invalidates are freed when a region casts again
     for ref in list(_caches.values()):
         cache = ref()
         if cache is not None:

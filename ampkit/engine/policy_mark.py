@@ -44,9 +44,9 @@ _DIGITS = sorted({each for each in vars(torch).values() if isinstance(each, torc
 Mark = tuple[tuple[str, torch.dtype], ...]
 
 _marking_lock = renewed_lock(__name__, "_marking_lock")
-_marks: dict[str, Mark] = {}            # by the text of the policies
+_marks: dict[str, Mark] = {}  # by the text of the policies
 _texts: dict[Mark, str] = {}
-_numbers: dict[ModuleRules, int] = {}   # a number for each set of bound modules; none is used twice
+_numbers: dict[ModuleRules, int] = {}  # a number for each set of bound modules; none is used twice
 _counter = itertools.count(1)
 
 
@@ -62,7 +62,7 @@ def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
     return _mark_of(policies, register_changes())
 
 
-@functools.lru_cache(maxsize=64)     # every recompute of a checkpoint asks, and a policy's text may be long
+@functools.lru_cache(maxsize=64)  # every recompute of a checkpoint asks, and a policy's text may be long
 def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
     """The mark after so many `register_op` calls."""
     if not registered() and all(policy == Policy.torch(kind) for kind, policy in policies):
@@ -73,7 +73,7 @@ def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
     with _marking_lock:
         if text not in _marks:
             mark = _free_mark(text)
-            _texts[mark], _marks[text] = text, mark     # in this order, should an interrupt come between
+            _texts[mark], _marks[text] = text, mark  # in this order, should an interrupt come between
         return _marks[text]
 
 
@@ -98,7 +98,7 @@ def _free_mark(text: str) -> Mark:
         _texts.clear()
         _numbers.clear()
         _mark_of.cache_clear()
-        forget_compiled()       # code compiled under an old mark must not match a new one
+        forget_compiled()  # code compiled under an old mark must not match a new one
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
     mark: Mark = ((MARK_DEVICES[0], _DIGITS[number % len(_DIGITS)]),)
     if mark not in _texts:
@@ -113,14 +113,14 @@ def _free_mark(text: str) -> Mark:
 
 def write(mark: Mark) -> None:
     """Set this thread's mark."""
-    before, thread.mark = thread.mark, mark     # first, since a signal handler may enter a region during the rest
+    before, thread.mark = thread.mark, mark  # first, since a signal handler may enter a region during the rest
     try:
         for device in MARK_DEVICES[len(mark) : len(before)]:
             _set_enabled(device, False)
         for device, digit in mark:
             _set_dtype(device, digit)
             _set_enabled(device, True)
-    except BaseException:       # from a signal handler; leaving the region then clears the digits of both marks
+    except BaseException:  # from a signal handler; leaving the region then clears the digits of both marks
         thread.mark = before + mark
         raise
     if mark and DYNAMO_CALLBACKS in sys.modules:
@@ -130,12 +130,12 @@ def write(mark: Mark) -> None:
 def _watch() -> None:
     """Register for the start and end of compilation; `torch._dynamo.reset` drops callbacks."""
     handler = compile_callbacks()
-    if handler is not None and _begin not in handler.start_callbacks:   # None also while another thread imports it
-        handler.register_end_callback(_end)     # first: a start without an end would change all later compilations
+    if handler is not None and _begin not in handler.start_callbacks:  # None also while another thread imports it
+        handler.register_end_callback(_end)  # first: a start without an end would change all later compilations
         handler.register_start_callback(_begin)
 
 
-@dynamo_skip        # torch holds a lock, which a compilation of this, amid a compiled step, would wait for
+@dynamo_skip  # torch holds a lock, which a compilation of this, amid a compiled step, would wait for
 def _begin(_: Any) -> None:
     mark = thread.mark
     if mark:

@@ -52,7 +52,14 @@ def flatten_weights(op: Any, args: tuple[Any, ...]) -> None:
     per_layer = (4 if has_biases else 2) + (1 if projection else 0)
     with torch.no_grad():
         flatten_rnn_weights(
-            list(weights), per_layer, input.shape[-1], LAYERS[op], hidden_size, projection, num_layers, batch_first,
+            list(weights),
+            per_layer,
+            input.shape[-1],
+            LAYERS[op],
+            hidden_size,
+            projection,
+            num_layers,
+            batch_first,
             bool(bidirectional),
         )
 

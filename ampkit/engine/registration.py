@@ -42,10 +42,10 @@ R = TypeVar("R")
 
 _NUMBER_TYPES = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 
-_libraries: dict[str, Library] = {}             # by the operators' namespace
-GENERAL_HANDLERS: dict[str, Handler] = {}       # by the operator's name, as `aten::linear`
-OPERATORS: dict[str, OpOverload] = {}           # by their names
-_installed: set[tuple[OpOverload, Any]] = set()     # operators that have an entry, with its key
+_libraries: dict[str, Library] = {}  # by the operators' namespace
+GENERAL_HANDLERS: dict[str, Handler] = {}  # by the operator's name, as `aten::linear`
+OPERATORS: dict[str, OpOverload] = {}  # by their names
+_installed: set[tuple[OpOverload, Any]] = set()  # operators that have an entry, with its key
 _installing_lock = renewed_lock(__name__, "_installing_lock")
 
 
@@ -96,7 +96,7 @@ def _install_operator(op: OpOverload, key: Any) -> None:
         GENERAL_HANDLERS[name] = _general(op)
         _cast_before_tracer(op)
         OPERATORS[name] = op
-    if not has_kernel(name, KEY_NAMES[key]):    # a child that was forked during the registration has the entry already
+    if not has_kernel(name, KEY_NAMES[key]):  # a child that was forked during the registration has the entry already
         _libraries[op.namespace].impl(op, _entry(op), KEY_NAMES[key], with_keyset=True)
     _installed.add((op, key))
 
@@ -112,7 +112,7 @@ def _prepare() -> None:
                 f"the dispatch key {name} that ampkit needs for itself is taken: by another copy of ampkit, imported "
                 "again or reloaded in this process, or by another library. Start a new process and import ampkit once"
             ) from error
-        for op in higher_order_ops.values():    # `torch.cond` and similar dispatch in Python, without fallbacks
+        for op in higher_order_ops.values():  # `torch.cond` and similar dispatch in Python, without fallbacks
             op.fallthrough(key)
         if key not in higher_order_fallthrough:
             higher_order_fallthrough.append(key)
@@ -129,7 +129,7 @@ def _entry(op: OpOverload) -> Handler:
     """The function registered for `op`: it calls the handler that the thread's mode has for it."""
     signature = signature_of(op)
     if signature is None:
-        return GENERAL_HANDLERS[op.name()]      # every mode has this handler for it
+        return GENERAL_HANDLERS[op.name()]  # every mode has this handler for it
     text = _ENTRY.format(s=signature, tls=TLS_NAME)
     return dynamo_skip(defined("entry", text, "<ampkit dispatch>", {"_mode": get_in_tls, "_name": op.name()}))
 
@@ -144,9 +144,9 @@ def _general(op: OpOverload) -> Handler:
         mode = get_in_tls(TLS_NAME)
         if functorch_level() is not None:
             args = _with_tensors(args, _numbers(args, positions))
-        if refuses_numbers and _numbers(args, positions):       # in traced code, tensors that torch treats as numbers
+        if refuses_numbers and _numbers(args, positions):  # in traced code, tensors that torch treats as numbers
             args = _with_tensors(args, _numbers(args, positions))
-            numbers = _numbers(args, positions)     # those with no tensor beside them that would tell their dtype
+            numbers = _numbers(args, positions)  # those with no tensor beside them that would tell their dtype
             args = tuple(torch.tensor(arg) if n in numbers else arg for n, arg in enumerate(args))
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)

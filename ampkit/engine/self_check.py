@@ -36,7 +36,7 @@ def fault() -> str | None:
     mode = AutocastMode((("cpu", Policy.default("cpu")),), None)
     try:
         return in_own_thread(_try_out, mode)
-    except Exception as error:      # which a region would have raised too
+    except Exception as error:  # which a region would have raised too
         return f"{type(error).__name__}: {error}"
 
 

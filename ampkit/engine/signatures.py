@@ -19,11 +19,11 @@ TENSOR, OPTIONAL, LIST = "Tensor", "Optional[Tensor]", "List[Tensor]"
 class Signature(NamedTuple):
     """How a generated function takes an operator's arguments from the dispatcher, and passes them on."""
 
-    name: str                               # of the function
-    params: str                             # of `def`: "input, weight, bias=None"
-    call: str                               # arguments that pass the parameters on: "input, weight, bias"
-    tensors: tuple[tuple[str, str], ...]    # the parameters that hold tensors: name, and TENSOR, OPTIONAL or LIST
-    dtype: str | None                       # the parameter that holds the dtype: "dtype", "_kwargs" or None
+    name: str  # of the function
+    params: str  # of `def`: "input, weight, bias=None"
+    call: str  # arguments that pass the parameters on: "input, weight, bias"
+    tensors: tuple[tuple[str, str], ...]  # the parameters that hold tensors: name, and TENSOR, OPTIONAL or LIST
+    dtype: str | None  # the parameter that holds the dtype: "dtype", "_kwargs" or None
 
 
 @functools.cache
@@ -61,8 +61,11 @@ def signature_of(op: OpOverload) -> Signature | None:
     elif any(argument.name == "dtype" for argument in by_keyword):
         dtype = "_kwargs"
     return Signature(
-        _identifier(op._schema.name.partition("::")[2]), ", ".join([*params, *rest]), ", ".join([*names, *rest]),
-        tuple((names[n], kinds[n]) for n in tensors), dtype,
+        _identifier(op._schema.name.partition("::")[2]),
+        ", ".join([*params, *rest]),
+        ", ".join([*names, *rest]),
+        tuple((names[n], kinds[n]) for n in tensors),
+        dtype,
     )
 
 

@@ -66,10 +66,10 @@ _inference_mode = torch.is_inference_mode_enabled
 class CacheInfo(NamedTuple):
     """The contents of a `WeightCache`, and counts since it was made."""
 
-    entries: int    # casts that it holds
-    bytes: int      # bytes of these casts
-    hits: int       # uses of a cached cast
-    misses: int     # casts made, each of which read and wrote the weight once
+    entries: int  # casts that it holds
+    bytes: int  # bytes of these casts
+    hits: int  # uses of a cached cast
+    misses: int  # casts made, each of which read and wrote the weight once
 
 
 class _CachedCast:
@@ -78,7 +78,7 @@ class _CachedCast:
     __slots__ = ("address", "cast", "collectives", "generation", "layout", "region", "storage", "version", "weight")
 
     cast: Tensor
-    layout: tuple[Any, Any] | None      # None if the cast must not be used in another region
+    layout: tuple[Any, Any] | None  # None if the cast must not be used in another region
     collectives: Any
 
     def __init__(self, weight: Tensor, casts: _Casts) -> None:
@@ -93,7 +93,7 @@ class _CachedCast:
             self.storage = weakref.ref(weight.untyped_storage())
         if casts.across_regions:
             self.collectives = n_collectives()
-            if owns_its_memory(weight):     # else an alias may write in this region, and be gone before the next
+            if owns_its_memory(weight):  # else an alias may write in this region, and be gone before the next
                 self.layout = _layout(weight)
 
     def survives(self, weight: Tensor) -> bool:
@@ -111,7 +111,7 @@ class _Casts(dict[int, _CachedCast]):
     """The casts of weights on one device type to one dtype, by the `id` of the weight."""
 
     __slots__ = ("across_regions", "caster", "convert", "hits", "misses", "region")
-    dtypes = frozenset({torch.float32})     # of weights
+    dtypes = frozenset({torch.float32})  # of weights
 
     def __init__(self, caster: Any, *, across_regions: bool) -> None:
         """`caster` makes the casts: a `Cast`, or a `WeightForm` of `float8_products`."""
@@ -119,7 +119,7 @@ class _Casts(dict[int, _CachedCast]):
         self.caster = caster
         self.convert = caster.convert
         self.across_regions = across_regions
-        self.region = 0         # regions entered so far: the first use of a cast in each compares more
+        self.region = 0  # regions entered so far: the first use of a cast in each compares more
         self.hits = self.misses = 0
 
     def find(self, weight: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _Casts(dict[int, _CachedCast]):
             cached.cast = cached.cast.detach()
             return self._is_cacheable(weight)
         if torch.is_grad_enabled() and not _inference_mode():
-            if functorch_level() is not None:       # a transform of `torch.func` refuses what `connected` records
+            if functorch_level() is not None:  # a transform of `torch.func` refuses what `connected` records
                 return False
             cached.cast = connected(weight, cached.cast)
         return True
@@ -165,24 +165,29 @@ class _Casts(dict[int, _CachedCast]):
         Nor of tensors made in inference mode: they have no version counter, so a write to them could not be seen.
         """
         if (
-            weight.dtype not in self.dtypes or not weight.is_leaf or weight._is_view() or weight.is_inference()
+            weight.dtype not in self.dtypes
+            or not weight.is_leaf
+            or weight._is_view()
+            or weight.is_inference()
             or not self.caster.on_device(weight)
         ):
             return False
         if not self.across_regions:
             return weight.requires_grad
-        return weight.layout is torch.strided and not is_wrapped(weight) and (
-            weight.requires_grad or (isinstance(weight, Parameter) and owns_its_memory(weight))
+        return (
+            weight.layout is torch.strided
+            and not is_wrapped(weight)
+            and (weight.requires_grad or (isinstance(weight, Parameter) and owns_its_memory(weight)))
         )
 
     def _make(self, weight: Tensor) -> Tensor:
         """Cast a weight, and cache the cast if the weight is cacheable."""
         if not self._is_cacheable(weight):
-            self.pop(id(weight), None)      # an invalid cast must not become valid again
+            self.pop(id(weight), None)  # an invalid cast must not become valid again
             return self.caster.tensor(weight)
         try:
-            cached = _CachedCast(weight, self)      # before the cast: a write meanwhile invalidates it
-        except RuntimeError:                        # sparse memory, which shows no writes
+            cached = _CachedCast(weight, self)  # before the cast: a write meanwhile invalidates it
+        except RuntimeError:  # sparse memory, which shows no writes
             return self.caster.tensor(weight)
         self.misses += 1
         if torch.is_grad_enabled() and not _inference_mode():
@@ -235,14 +240,14 @@ class _Float8Forms(_Casts):
 class RegionCache:
     """The casts of a thread's regions that were given no cache. Holds no weight, and never synchronizes."""
 
-    in_capture = False      # whether it was made inside a CUDA graph capture: its casts belong to that graph
+    in_capture = False  # whether it was made inside a CUDA graph capture: its casts belong to that graph
     across_regions = False  # whether a later region may use its casts
 
     def __init__(self) -> None:
         self._casts: dict[tuple[str, Any], _Casts] = {}
-        self.last_input: Any = None         # FP8 forms of the activation that was quantized last: `float8_products`
-        self.modes: dict[Any, Any] = {}     # the modes that cast for this cache, by their policies: `region/stack`
-        self.latest: Any = None             # the mode that a region has used last
+        self.last_input: Any = None  # FP8 forms of the activation that was quantized last: `float8_products`
+        self.modes: dict[Any, Any] = {}  # the modes that cast for this cache, by their policies: `region/stack`
+        self.latest: Any = None  # the mode that a region has used last
         watch_steps(self)
 
     @property
@@ -256,11 +261,11 @@ class RegionCache:
         `dtype` may be a `WeightForm` of `float8_products`.
         """
         if (
-            not _cache_enabled()        # a `torch.autocast` region inside ours disables it
-            or (n_dispatch_modes() != 0 and not only_observed())    # traced, recorded or made of fake tensors
+            not _cache_enabled()  # a `torch.autocast` region inside ours disables it
+            or (n_dispatch_modes() != 0 and not only_observed())  # traced, recorded or made of fake tensors
             or tracing_state() is not None
             or (functorch_level() is not None and transforms())
-            or (device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)    # casts belong to one graph
+            or (device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)  # casts belong to one graph
             or (_inference_mode() and not self.across_regions)
         ):
             return _caster(device_type, dtype).tensor
@@ -317,7 +322,7 @@ class WeightCache(RegionCache):
         _watch_data(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()       # its casts belong to these very weights
+        return type(self), ()  # its casts belong to these very weights
 
     def __repr__(self) -> str:
         return f"WeightCache(): {self.info()}"
@@ -348,8 +353,8 @@ class WeightCache(RegionCache):
             casts.data_was_read(weight)
 
 
-_data: Any = Parameter.data     # torch's own
-_watching: dict[int, weakref.ref[WeightCache]] = {}     # the caches that are told which parameters' `.data` is read
+_data: Any = Parameter.data  # torch's own
+_watching: dict[int, weakref.ref[WeightCache]] = {}  # the caches that are told which parameters' `.data` is read
 
 
 def _watch_data(cache: WeightCache) -> None:
@@ -358,12 +363,12 @@ def _watch_data(cache: WeightCache) -> None:
     Reads of `.data` take longer then; operators do not. `owns_its_memory` sees an alias that is older than the cast.
     """
     key = id(cache)
-    _watching[key] = weakref.ref(cache, functools.partial(_watching.pop, key))      # as in `watch_steps`
+    _watching[key] = weakref.ref(cache, functools.partial(_watching.pop, key))  # as in `watch_steps`
     if Parameter.data is _data:
         Parameter.data = property(_read_data, _data.__set__, _data.__delete__)  # type: ignore[assignment]
 
 
-@dynamo_skip        # after a graph break it would be compiled by itself
+@dynamo_skip  # after a graph break it would be compiled by itself
 def _read_data(param: Parameter) -> Tensor:
     for ref in list(_watching.values()):
         cache = ref()
@@ -379,4 +384,3 @@ def _caster(device_type: str, dtype: Any) -> Any:
 
 def _layout(weight: Tensor) -> tuple[Any, Any]:
     return weight.shape, weight.stride()
-

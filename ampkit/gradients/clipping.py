@@ -37,7 +37,7 @@ def clip_plain(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: fl
     if process_group is None and ranks.several() and any(map(is_flat, params)):
         raise refusal_of_flat_shards()
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
-    if process_group is not None:   # NCCL has no all-reduce on the CPU, where the norm of no gradients is
+    if process_group is not None:  # NCCL has no all-reduce on the CPU, where the norm of no gradients is
         device = params[0].device if params else torch.device("cpu")
         norm = ranks.total(norm.to(device), norm_type, (process_group,))
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
@@ -84,13 +84,13 @@ def norm_and_factor(
     grads = gradients.by_device.get(inv_scale.device)
     if grads is not None and len(gradients.by_device) == 1 and not gradients.shards and not across:
         ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
-        is_flat_list = type(grads) is ampkit_kernels.FlatList   # where Triton runs
+        is_flat_list = type(grads) is ampkit_kernels.FlatList  # where Triton runs
         if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS and max_norm < math.inf:
             return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
         norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
     else:
         norm = _norm_of_parts(gradients, inv_scale, found_inf, norm_type, across)
-    if isinstance(max_norm, float) and max_norm == math.inf:    # inf / inf would be NaN
+    if isinstance(max_norm, float) and max_norm == math.inf:  # inf / inf would be NaN
         return norm, inv_scale
     return norm, inv_scale * coefficient(norm, max_norm)
 

@@ -59,7 +59,7 @@ class Snapshot:
         if not self._is_needed:
             return
         masters = masters_of(optimizer)
-        if masters is not None:     # weights may have been loaded into the model since the last step
+        if masters is not None:  # weights may have been loaded into the model since the last step
             masters.follow_model_()
         self._params = [(param, param.detach().clone()) for param in parameters(optimizer)]
         self._state = {
@@ -76,7 +76,7 @@ class Snapshot:
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         masters = masters_of(self._optimizer)
-        if masters is not None:     # the model holds the values of the last evaluation
+        if masters is not None:  # the model holds the values of the last evaluation
             masters.write_back_()
 
 

@@ -21,7 +21,7 @@ _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _REFERENCE = ampkit_kernels.reference
-_MASTERS = "_ampkit_masters"     # the attribute of an optimizer with its `MasterWeights`
+_MASTERS = "_ampkit_masters"  # the attribute of an optimizer with its `MasterWeights`
 
 # Runs in C: a step looks at a thousand gradients.
 _dtype_of = attrgetter("dtype")
@@ -144,7 +144,8 @@ def _are_dense(grads: Sequence[Tensor]) -> bool:
     """Whether all are contiguous, none is lazily negated, and none is listed twice."""
     try:
         return (
-            len(set(map(id, grads))) == len(grads) and all(map(Tensor.is_contiguous, grads))
+            len(set(map(id, grads))) == len(grads)
+            and all(map(Tensor.is_contiguous, grads))
             and not any(map(Tensor.is_neg, grads))
         )
     except RuntimeError:  # compressed layouts have no contiguity
@@ -290,8 +291,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One 0-d flag on `device`, 0.0 or 1.0, set if any of `flags` is nonzero or NaN; a single flag there stays itself.
-    """
+    """One 0-d flag on `device`, 0.0 or 1.0, set if any of `flags` is nonzero or NaN; a single flag there stays itself."""
     if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
         return flags[0]
     return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
@@ -323,6 +323,6 @@ def set_masters(optimizer: Any, masters: Any) -> None:
 
 def take_master_gradients(optimizer: Any) -> None:
     """Move gradients that arrived at 16-bit parameters to their masters; no-op for an optimizer without masters."""
-    masters = getattr(optimizer, _MASTERS, None)      # `masters_of` would be a call more in every step
+    masters = getattr(optimizer, _MASTERS, None)  # `masters_of` would be a call more in every step
     if masters is not None:
         masters.take_gradients_()

@@ -100,7 +100,9 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     without_momentum = [
         param
         for group in optimizer.param_groups
-        if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]
+        if isinstance(optimizer, torch.optim.SGD)
+        and group.get("fused")
+        and group["momentum"]
         and not getattr(optimizer, "_step_supports_grad_multiplier", False)
         for param in group["params"]
         if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
@@ -113,7 +115,7 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
             local.masked_fill_(moved(found_inf != 0, local.device), 0.0)
 
 
-@dynamo_skip        # otherwise it would be compiled by itself after a graph break
+@dynamo_skip  # otherwise it would be compiled by itself after a graph break
 def run(
     optimizer: Any,
     args: tuple[Any, ...],

@@ -26,7 +26,7 @@ from ampkit.text_tables import table
 
 __all__ = ["HalfModule", "HalfReport", "check_half"]
 
-_LEAST_GAIN = 1 / 3     # more than 0.29, the gain of keeping either of two modules with equal errors
+_LEAST_GAIN = 1 / 3  # more than 0.29, the gain of keeping either of two modules with equal errors
 
 
 class HalfModule(NamedTuple):
@@ -134,7 +134,7 @@ def check_half(
     def error(keep: Sequence[str], calls: dict[str, _Calls] | None = None) -> float:
         try:
             converted = half(model, dtype, (*keys, *keep), in_region=in_region)
-        except ValueError:      # a kept weight is tied to one that is not
+        except ValueError:  # a kept weight is tied to one that is not
             return math.inf
         return _compared(_run(converted, sample, calls), output)[0]
 
@@ -247,11 +247,11 @@ def _run(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) -> 
 
     args, kwargs = ((), sample) if isinstance(sample, Mapping) else (sample, {})
     args = args if isinstance(args, tuple | list) else (args,)
-    args, kwargs = copy.deepcopy((args, kwargs))        # forward may write to it
+    args, kwargs = copy.deepcopy((args, kwargs))  # forward may write to it
     with ExitStack() as hooks, torch.no_grad():
         if calls is not None:
             for module in paths:
-                if not is_scripted(module):     # which would refuse the hook
+                if not is_scripted(module):  # which would refuse the hook
                     hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             # Without keyword arguments: torch does not clean up after global hooks that take them.
             hooks.callback(register_module_forward_hook(note_scripted).remove)

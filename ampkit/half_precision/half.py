@@ -89,11 +89,11 @@ def half(
     if not in_place:
         memo: dict[int, Any] = {}
         require_grad = [param.requires_grad for _, param in model.named_parameters(remove_duplicate=False)]
-        with torch.no_grad():       # else parameters of a scripted module's copy are not leaves
+        with torch.no_grad():  # else parameters of a scripted module's copy are not leaves
             model = copy.deepcopy(model, memo)
         for (_, param), requires_grad in zip(model.named_parameters(remove_duplicate=False), require_grad, strict=True):
             param.requires_grad_(requires_grad)
-        keep = tuple(memo.get(id(key), key) for key in keep)    # the copy's modules
+        keep = tuple(memo.get(id(key), key) for key in keep)  # the copy's modules
     plan = HalfPlan(model, dtype, keep)
     plan.require_fit()
     plan.carry_out()
@@ -211,7 +211,7 @@ def _scripted_message(path: str, module: Any) -> str:
 
 def _overflowing_magnitude(param: Tensor, dtype: torch.dtype) -> float | None:
     """The largest finite magnitude in a parameter if `dtype` cannot hold it, else None."""
-    local: Tensor = getattr(param, "_local_tensor", param).detach()     # a DTensor's shard
+    local: Tensor = getattr(param, "_local_tensor", param).detach()  # a DTensor's shard
     if local.is_meta or local.dtype not in REAL_FLOATS or local.dtype is dtype or not local.numel():
         return None
     largest = local.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()

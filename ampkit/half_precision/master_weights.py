@@ -76,7 +76,7 @@ class MasterWeights:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         refuse_other_masters(optimizer)
-        self.optimizer = weakref.proxy(optimizer)       # a proxy: the hooks of the optimizer hold this object
+        self.optimizer = weakref.proxy(optimizer)  # a proxy: the hooks of the optimizer hold this object
         self._pairs: dict[int, _Pair] = {}
         self._adopt()
         set_masters(optimizer, self)
@@ -129,13 +129,13 @@ class MasterWeights:
             pair.param.grad = None
             master = pair.master
             if grad.layout is torch.sparse_coo:
-                grad = grad.to(torch.float32).to_dense()    # repeated indices add up in float32
-            if hasattr(grad, "placements") and grad.placements != master.placements:    # type: ignore[attr-defined]
-                grad = grad.redistribute(placements=master.placements)      # type: ignore[attr-defined]
+                grad = grad.to(torch.float32).to_dense()  # repeated indices add up in float32
+            if hasattr(grad, "placements") and grad.placements != master.placements:  # type: ignore[attr-defined]
+                grad = grad.redistribute(placements=master.placements)  # type: ignore[attr-defined]
             sources, destinations = launches.setdefault((grad.device, master.grad is not None), ([], []))
             if master.grad is None:
                 master.grad = torch.empty_like(grad, dtype=torch.float32)
-            sources.append(local_tensor(grad).resolve_neg())      # kernels read memory, without the negative bit
+            sources.append(local_tensor(grad).resolve_neg())  # kernels read memory, without the negative bit
             destinations.append(local_tensor(master.grad))
         for (device, accumulate), (sources, destinations) in launches.items():
             factor, flag = _scalars(device, inv_scale, flags)
@@ -207,7 +207,7 @@ class MasterWeights:
                 params[index] = master
                 _move_state(optimizer, param, master)
                 self._pairs[id(param)] = _Pair(param, master, param._version)
-        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):    # it writes the model as it steps
+        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):  # it writes the model as it steps
             optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

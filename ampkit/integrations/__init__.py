@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["accelerate", "fabric", "lightning", "timm", "transformers"]
 
-if not TYPE_CHECKING:       # a type checker would accept every name
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         """Import a module of this package."""

@@ -46,7 +46,7 @@ class PrecisionPlugin:
         self.cache = cache
         scaler = GradScaler(device) if precision == "16-mixed" and scaler is None else checked_scaler(scaler)
         super().__init__(precision, device, scaler if precision == "16-mixed" else None)  # type: ignore[call-arg]
-        self.scaler = scaler    # not passed above: the libraries' plugins refuse a scaler in bfloat16
+        self.scaler = scaler  # not passed above: the libraries' plugins refuse a scaler in bfloat16
 
     def region(self) -> autocast:
         """A region with the plugin's settings."""

@@ -110,7 +110,7 @@ class _Methods(Accelerator):
     _ampkit_dtype: dtype
     _ampkit_cache: WeightCache | None
     _ampkit_policy: Policy | None
-    _ampkit_autocast_policy: Policy | None      # `_ampkit_policy`, and what the prepared models keep in float32
+    _ampkit_autocast_policy: Policy | None  # `_ampkit_policy`, and what the prepared models keep in float32
 
     def _region(self, policy: Policy | None, handler: AutocastKwargs | None) -> region_type:
         settings = {} if handler is None else handler.to_kwargs()
@@ -137,7 +137,7 @@ class _Methods(Accelerator):
             region = self._region(self._keeping(self._ampkit_policy, model), self.autocast_handler)
             policy = self._ampkit_autocast_policy = self._keeping(self._ampkit_autocast_policy, model)
             if policy is not None and policy is not self._ampkit_policy:
-                policy.modules.ran = True       # so that regions which run other models do not warn
+                policy.modules.ran = True  # so that regions which run other models do not warn
             forward = model.forward
             # If it was a method, it stays one: Accelerate's unwrapping takes the function of the method and binds it.
             method = getattr(forward, "__func__", None)
@@ -172,5 +172,5 @@ class _Optimizer(AcceleratedOptimizer):
         """Whether the last step was skipped. Synchronizes if the device decided that."""
         try:
             return not self.scaler.stepped(self.optimizer)
-        except RuntimeError:    # there has been no step
+        except RuntimeError:  # there has been no step
             return False

@@ -66,15 +66,13 @@ class MixedPrecision(PrecisionPlugin, LightningMixedPrecision):
             )
         return super().convert_module(module)
 
-    def optimizer_step(
-        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, let hooks and clipping see unscaled gradients, step, and update the scale."""
-        lbfgs: Any = torch.optim.LBFGS      # which Lightning refuses in float16
+        lbfgs: Any = torch.optim.LBFGS  # which Lightning refuses in float16
         if self.scaler is None or isinstance(optimizer, lbfgs):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:     # no loss: gradients of earlier batches stay scaled
+        if result is None and model.automatic_optimization:  # no loss: gradients of earlier batches stay scaled
             return None
         # Manual optimization may have clipped, which unscales.
         self.scaler.unscale_(optimizer, allow_repeat=not model.automatic_optimization)
@@ -131,7 +129,7 @@ class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
         policy: Policy | str | None = None,
         device: str | None = None,
     ) -> None:
-        LightningFSDPPrecision.__init__(self, "bf16-mixed")     # in bfloat16 it makes no scaler
+        LightningFSDPPrecision.__init__(self, "bf16-mixed")  # in bfloat16 it makes no scaler
         super().__init__(precision, autocast_device_type(device), scaler, policy=policy)
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:

@@ -89,8 +89,16 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         precision = Precision(rounding, masters, state_dtype, seed)
         self._prepare(impl, "AdamW", differentiable, precision, betas=betas)
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad,
-            maximize=maximize, foreach=foreach, capturable=capturable, fused=fused,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            fused=fused,
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -133,7 +141,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             return True
         if on_host and needs_float32(group, scalars):
             return False
-        if not on_host:     # of torch's functions only the fused one can skip on the device
+        if not on_host:  # of torch's functions only the fused one can skip on the device
             group["fused"], group["foreach"] = True, False
             for state in filter(None, map(self.state.get, group["params"])):
                 _count_on(state, device)
@@ -146,10 +154,21 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         # On a CPU torch's fused step (2.13) ignores strides, and so confuses elements of `channels_last` tensors.
         fused = group["fused"] and (not on_host or all(map(Tensor.is_contiguous, lists)))
         torch_adamw(
-            params, multiplied(grads, scalars), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps,
-            foreach=group["foreach"], capturable=group["capturable"], fused=fused,
-            found_inf=None if on_host else scalars.found_inf, has_complex=has_complex,
-            amsgrad=group["amsgrad"], lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"],
+            params,
+            multiplied(grads, scalars),
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            steps,
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            fused=fused,
+            found_inf=None if on_host else scalars.found_inf,
+            has_complex=has_complex,
+            amsgrad=group["amsgrad"],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
             **self._options(group),
         )
         return True

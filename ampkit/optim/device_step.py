@@ -23,13 +23,13 @@ from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
 
-Loss = TypeVar("Loss")      # returned by a closure, and then by `step`
+Loss = TypeVar("Loss")  # returned by a closure, and then by `step`
 # Tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else.
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _CPU = torch.device("cpu")
-_MOST_CACHES = 8        # for a group in which different parameters have gradients in each step, as with experts
-_OF_THE_OPTIMIZER = ("impl", "rounding", "masters", "state_dtype", "seed")      # arguments that a group cannot override
+_MOST_CACHES = 8  # for a group in which different parameters have gradients in each step, as with experts
+_OF_THE_OPTIMIZER = ("impl", "rounding", "masters", "state_dtype", "seed")  # arguments that a group cannot override
 
 
 class DeviceStep(ABC):
@@ -53,7 +53,7 @@ class DeviceStep(ABC):
     param_groups: list[dict[str, Any]]
     state: Any
     _precision: Precision
-    _copies: dict[Tensor, Tensor]           # of `write_copies`
+    _copies: dict[Tensor, Tensor]  # of `write_copies`
     # `_fingerprint` of each weight with a remainder after its last step. Weak references keep no weight alive.
     _fingerprints: dict[ref[Tensor], tuple[Any, ...]]
     # By index of the group, device, whether copies are written, `impl`, and which parameters have gradients.
@@ -254,7 +254,7 @@ class DeviceStep(ABC):
         Args:
             state_dict: the result of `state_dict()`.
         """
-        hooked: list[dict[str, Any]] = []       # the state after the user's hooks
+        hooked: list[dict[str, Any]] = []  # the state after the user's hooks
         before = self.register_load_state_dict_pre_hook(lambda _, state: hooked.append(state))  # type: ignore
         after = self.register_load_state_dict_post_hook(  # type: ignore
             lambda _: self._keep_entries(hooked[0]), prepend=True
@@ -365,8 +365,12 @@ class DeviceStep(ABC):
         """The keyword arguments of the kernel, apart from lists."""
         found_inf, grad_scale, multiplier = scalars.on(device)
         return {
-            "lr": lr_for_kernel(group["lr"], device), "weight_decay": group["weight_decay"],
-            "maximize": group["maximize"], "multiplier": multiplier, "grad_scale": grad_scale, "found_inf": found_inf,
+            "lr": lr_for_kernel(group["lr"], device),
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+            "multiplier": multiplier,
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
             **self._options(group),
         }
 
@@ -413,7 +417,8 @@ class DeviceStep(ABC):
             self._warn_of_frozen_lr()
         names, states = self._names(group), self._states(params, group)
         columns = [
-            list(map(local_tensor, params)), [_local_gradient(param, param.grad) for param in params],
+            list(map(local_tensor, params)),
+            [_local_gradient(param, param.grad) for param in params],
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
         plain = all(param is local for param, local in zip(params, columns[0], strict=True))
@@ -507,7 +512,7 @@ def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterat
 def _shard_number(param: Any) -> int:
     """The index of this rank's shard of a DTensor, the same for its replicas; 0 for any other tensor."""
     number, placements = 0, getattr(param, "placements", ())
-    coordinate = param.device_mesh.get_coordinate() if placements else None     # None outside of the mesh too
+    coordinate = param.device_mesh.get_coordinate() if placements else None  # None outside of the mesh too
     for dim, place in enumerate(coordinate or ()):
         if not placements[dim].is_replicate():
             number = number * param.device_mesh.size(dim) + place
@@ -571,7 +576,7 @@ def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
         factor = scalars.factor_on_host()
         if factor == 1.0:
             return grads
-        if not all(map(Tensor.is_contiguous, grads)):      # an expanded gradient cannot be written
+        if not all(map(Tensor.is_contiguous, grads)):  # an expanded gradient cannot be written
             return list(foreach_mul(grads, factor))
         foreach_mul_(grads, factor)
         return grads

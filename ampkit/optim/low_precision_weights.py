@@ -12,7 +12,8 @@ from torch import Tensor
 import ampkit_kernels as kernels
 
 _EXPECTED: dict[str, tuple[Any, ...]] = {
-    "rounding": ("nearest", "stochastic"), "masters": (None, "remainder"),
+    "rounding": ("nearest", "stochastic"),
+    "masters": (None, "remainder"),
     "state_dtype": (None, torch.float32, torch.bfloat16),
 }
 

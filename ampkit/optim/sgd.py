@@ -87,7 +87,7 @@ class SGD(DeviceStep, torch.optim.SGD):
         return (("momentum_buffer",) if group["momentum"] else ()) + self._precision.streams
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        if group["dampening"] or group["differentiable"]:     # set since the group was added
+        if group["dampening"] or group["differentiable"]:  # set since the group was added
             self._check_group(group)
         return {"momentum": group["momentum"], "nesterov": bool(group["nesterov"] and group["momentum"])}
 
@@ -110,10 +110,16 @@ class SGD(DeviceStep, torch.optim.SGD):
         (params, grads, buffers), _ = gathered(self, {**group, "fused": False}, 3)
         refuse_sparse(self, grads)
         torch_sgd(
-            params, multiplied(grads, scalars), buffers or [None] * len(params), foreach=group["foreach"],
-            fused=False,    # torch's fused one does not change some 16-bit parameters, among other faults
-            lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"],
-            dampening=0, **{**self._options(group), "nesterov": group["nesterov"]},
+            params,
+            multiplied(grads, scalars),
+            buffers or [None] * len(params),
+            foreach=group["foreach"],
+            fused=False,  # torch's fused one does not change some 16-bit parameters, among other faults
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
+            dampening=0,
+            **{**self._options(group), "nesterov": group["nesterov"]},
         )
         for param, buffer in zip(params, buffers, strict=bool(buffers)):
             self.state[param]["momentum_buffer"] = buffer

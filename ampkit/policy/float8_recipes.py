@@ -16,8 +16,8 @@ import torch
 from ampkit.policy.rules import Rule
 from ampkit_kernels import Scaling
 
-MULTIPLE = 16           # of K and N, for FP8 tensor cores
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})     # dtypes of operands
+MULTIPLE = 16  # of K and N, for FP8 tensor cores
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})  # dtypes of operands
 
 
 class Recipe(NamedTuple):
@@ -47,9 +47,9 @@ class Operands(NamedTuple):
 
     x: int
     weight: int
-    added: int | None       # a bias, or the matrix that `addmm` adds to
-    is_kn: bool             # the weight is w.T, of shape (K, N)
-    is_matrix: bool         # the input must be a matrix
+    added: int | None  # a bias, or the matrix that `addmm` adds to
+    is_kn: bool  # the weight is w.T, of shape (K, N)
+    is_matrix: bool  # the input must be a matrix
 
 
 PRODUCTS = {

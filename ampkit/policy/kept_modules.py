@@ -20,8 +20,8 @@ from ampkit.user_code import warn_user
 
 __all__ = ["kept_modules"]
 
-_ATTRIBUTES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")     # the second applies in float16 only
-_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")    # PEFT adds these to paths
+_ATTRIBUTES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")  # the second applies in float16 only
+_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")  # PEFT adds these to paths
 
 
 def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[Module]:
@@ -36,7 +36,8 @@ def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[
         if pattern is not None:
             asked_for.update(dict.fromkeys(_matched("", module, pattern, rules)))
     return [
-        module for module in asked_for
+        module
+        for module in asked_for
         if rules.find(module) is None
         and all(each.dtype.itemsize >= 4 for each in module.parameters() if each.is_floating_point())
     ]
@@ -48,12 +49,13 @@ def _matched(path: str, module: Module, pattern: re.Pattern[str], rules: ModuleR
     names = [
         _PEFT.sub("", f"{inner}.{name}".removeprefix("."))
         for inner, each in named_paths(module, path)
-        for name, tensor in (*each._parameters.items(), *each._buffers.items()) if tensor is not None
+        for name, tensor in (*each._parameters.items(), *each._buffers.items())
+        if tensor is not None
     ]
     if names and all(map(pattern.search, names)) and not is_container(module):
         yield module
         return
-    if is_scripted(module) and has_forward(module):     # TorchScript calls the modules in it, which no rule reaches
+    if is_scripted(module) and has_forward(module):  # TorchScript calls the modules in it, which no rule reaches
         matching = sorted(filter(pattern.search, names))
         if matching and rules.find(module) is None:
             warn_user(

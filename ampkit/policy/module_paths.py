@@ -27,7 +27,7 @@ def unwrapped(module: Module) -> Module:
 
 def _child(module: Module, name: str) -> Module | None:
     """The child of this name, if any."""
-    return module._modules[name] if name in module._modules else None   # noqa: SIM401 - scripted ones have no `get`
+    return module._modules[name] if name in module._modules else None  # noqa: SIM401 - scripted ones have no `get`
 
 
 def named_paths(model: Module, path: str = "") -> Iterator[tuple[str, Module]]:

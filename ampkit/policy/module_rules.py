@@ -33,10 +33,10 @@ from ampkit.torch_internals.modules import request_kwargs
 
 __all__ = ["NONE", "BoundRule", "ModuleCheck", "ModuleRules", "describe", "matches", "module_of"]
 
-_CLASS = "class "       # begins a key that names a module class: "class package.module:Name"
-_IN_CONTAINER = 1000    # added to the rank of a container's rule for the modules in it; more than any rank
+_CLASS = "class "  # begins a key that names a module class: "class package.module:Name"
+_IN_CONTAINER = 1000  # added to the rank of a container's rule for the modules in it; more than any rank
 _IDENTITIES = "_ampkit_identities"
-_modules: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()      # by their own identities
+_modules: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()  # by their own identities
 _lock = renewed_lock(__name__, "_lock")
 
 
@@ -63,17 +63,17 @@ def module_of(identity: str) -> Module | None:
 class Bound(NamedTuple):
     """A module that a rule binds."""
 
-    path: str           # at binding; "" is the model itself
-    module: str         # its identity
-    rank: int           # see `_rank`
+    path: str  # at binding; "" is the model itself
+    module: str  # its identity
+    rank: int  # see `_rank`
 
 
 class ModuleRule(NamedTuple):
     """A key of `for_modules`, its value, the model that it was given for, and the modules that it binds."""
 
-    key: str            # for a module that was given as a key, its path
-    value: Any          # a dtype or a Policy
-    model: str          # its identity
+    key: str  # for a module that was given as a key, its path
+    value: Any  # a dtype or a Policy
+    model: str  # its identity
     bound: tuple[Bound, ...]
 
     def check(self) -> BoundRule:
@@ -94,7 +94,7 @@ class ModuleRules:
 
     def __init__(self, rules: tuple[ModuleRule, ...] = ()) -> None:
         self.rules = rules
-        self.ran = False        # whether a bound module has run in a region
+        self.ran = False  # whether a bound module has run in a region
         self._values = _values(rules)
         models = {type(module_of(rule.model)) for rule in rules}
         self._classes = {cls for cls in models if not cls.__module__.startswith(("torch.", "builtins"))}
@@ -148,7 +148,8 @@ class ModuleRules:
             if not matched:
                 raise ValueError(_unmatched(key, model, modules))
             bound = tuple(
-                Bound(path, identity(module), rank) for module, (path, rank) in matched.items()
+                Bound(path, identity(module), rank)
+                for module, (path, rank) in matched.items()
                 if module not in scripted
             )
             rule = ModuleRule(class_key(key) if isinstance(key, type) else key, value, own, bound)
@@ -181,10 +182,10 @@ class ModuleRules:
 class BoundRule(NamedTuple):
     """A rule: the paths of the modules that it binds, and of those among them that are gone."""
 
-    key: str                    # as in code
-    value: Any                  # a dtype or a Policy
-    modules: tuple[str, ...]    # paths at binding; "" is the model itself
-    gone: tuple[str, ...]       # freed, or no longer in the model
+    key: str  # as in code
+    value: Any  # a dtype or a Policy
+    modules: tuple[str, ...]  # paths at binding; "" is the model itself
+    gone: tuple[str, ...]  # freed, or no longer in the model
 
     def __str__(self) -> str:
         text = f"{self.key}: {self.value!r}: " + ", ".join(path or "the model itself" for path in self.modules)
@@ -195,7 +196,7 @@ class ModuleCheck(NamedTuple):
     """The result of `Policy.check`; `str()` of it is a line for each rule, and for each linear layer."""
 
     rules: tuple[BoundRule, ...]
-    layers: tuple[str, ...] = ()        # of the model that `check` was given
+    layers: tuple[str, ...] = ()  # of the model that `check` was given
 
     @property
     def gone(self) -> tuple[BoundRule, ...]:
@@ -247,7 +248,7 @@ def _matched(key: Any, modules: Iterable[tuple[str, Module]]) -> dict[Module, tu
     A container is never called: a key that matches one matches its modules, with a rank behind their own rules.
     """
     matched = dict[Module, tuple[str, int]]()
-    ranks = dict[str, int]()        # of the modules in containers, by the containers' paths
+    ranks = dict[str, int]()  # of the modules in containers, by the containers' paths
     for path, module in modules:
         rank = _rank(key, path, module)
         if rank is None:
@@ -302,8 +303,8 @@ def matches(pattern: str, path: str) -> bool:
     if path == "":
         return False
     names = path.split(".")
-    *parts, last = pattern.replace("[", "[[]").replace("?", "[?]").split(".")      # a star alone is special here
-    used = [0]      # how many names the pattern may have used up so far, in order
+    *parts, last = pattern.replace("[", "[[]").replace("?", "[?]").split(".")  # a star alone is special here
+    used = [0]  # how many names the pattern may have used up so far, in order
     for part in parts:
         if part == "**":
             used = list(range(used[0], len(names)))
@@ -321,13 +322,14 @@ def _values(rules: Iterable[ModuleRule]) -> Mapping[str, Any]:
         for path, module, rank in rule.bound:
             binding.setdefault(module, []).append((rank, path, rule))
     nearest: dict[str, Any] = {}
-    for module, matching in binding.items():    # after the first loop: a nearer rule may follow two that disagree
+    for module, matching in binding.items():  # after the first loop: a nearer rule may follow two that disagree
         least = min(rank for rank, _, _ in matching)
         (path, first), *others = [(path, rule) for rank, path, rule in matching if rank == least]
         for _, other in others:
             if other.value != first.value:
                 advice = (
-                    "make one of them narrower, or give the module itself as a key" if least
+                    "make one of them narrower, or give the module itself as a key"
+                    if least
                     else "they name one module, which follows one rule: give it one"
                 )
                 raise ValueError(

@@ -22,7 +22,7 @@ from ampkit.user_code import warn_user
 
 __all__ = ["DEFAULT_EXTRA", "TORCH", "Group", "Rule", "fold", "names"]
 
-_warned_of: set[str] = set()    # missing names for which there was a warning
+_warned_of: set[str] = set()  # missing names for which there was a warning
 
 
 def _torch_version() -> tuple[int, int]:

@@ -30,17 +30,17 @@ Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
 _FOR_FEW_OPERATORS = (Rule.FLOAT32_DTYPE_ARG, Rule.LOWER_FLOAT32_OUT, *RECIPES)
-_ATEN_NAMES = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # of functions with another name
+_ATEN_NAMES = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}  # of functions with another name
 _FLOAT32_OUT = (*PRODUCTS, "aten::bmm", "aten::baddbmm")
-_LONGEST_NAME = 80      # longer names are cut before the search for near matches
-_MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # in C++ code that must not call Python
+_LONGEST_NAME = 80  # longer names are cut before the search for near matches
+_MAKES_SUBCLASSES = ("aten::alias", "aten::detach")  # in C++ code that must not call Python
 
 
 def checked_rule(value: Any, op: Any) -> Rule:
     """A rule from a `Rule` or its name; `op` is for the message."""
     if isinstance(value, Rule):
         return value
-    names = {rule.value: rule for rule in Rule} | {rule.name: rule for rule in Rule}    # `explain` prints the second
+    names = {rule.value: rule for rule in Rule} | {rule.name: rule for rule in Rule}  # `explain` prints the second
     if not isinstance(value, str) or value not in names:
         hint = ""
         if isinstance(value, torch.dtype):
@@ -164,7 +164,7 @@ def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
     namespace, _, rest = name.rpartition("::")
     base, dot, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace or "aten"), base, None) if name.isascii() else None
-    if not isinstance(packet, OpOverloadPacket):        # an attribute of the namespace object itself
+    if not isinstance(packet, OpOverloadPacket):  # an attribute of the namespace object itself
         every = {op.split(".")[0] for op in operator_names()}
         near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST_NAME], every, n=3)
         advice = "" if namespace in ("", "aten") else f". Import the module that defines {namespace!r} first"

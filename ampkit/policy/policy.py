@@ -36,7 +36,7 @@ __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 _WHY_COMPOSITE = "unlisted; the operators that it decomposes into follow their own rules"
 _WHY_UNLISTED = "unlisted; it runs in the dtype of its inputs"
 
-_Layer = Mapping[OpOverload, tuple[Rule, str]]      # the rule of each operator, and the reason
+_Layer = Mapping[OpOverload, tuple[Rule, str]]  # the rule of each operator, and the reason
 
 
 class Explanation(NamedTuple):
@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
 
     op: str
     rule: Rule
-    layer: str      # "torch", "default", "register_op", "with_rules[0]", ... or "unlisted"
+    layer: str  # "torch", "default", "register_op", "with_rules[0]", ... or "unlisted"
     why: str
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Explanation(NamedTuple):
 class RuleTable(dict[OpOverload, Rule]):
     """Every operator with a rule of its own. A subclass, since a plain dict cannot be weakly referenced."""
 
-    handlers: Any = None    # the functions that regions run for these rules: `engine.generated_handlers`
+    handlers: Any = None  # the functions that regions run for these rules: `engine.generated_handlers`
 
     def __missing__(self, key: Any) -> Rule:
         is_operator = isinstance(key, OpOverload)
@@ -96,9 +96,9 @@ class Policy:
     device_type: str
     overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]
     modules: module_rules.ModuleRules
-    text: str = dataclasses.field(init=False, compare=False)        # all but `modules`, as JSON that `from_dict` reads
+    text: str = dataclasses.field(init=False, compare=False)  # all but `modules`, as JSON that `from_dict` reads
 
-    def __init__(       # Dynamo traces it where compiled code makes a policy; it cannot trace the one of dataclasses
+    def __init__(  # Dynamo traces it where compiled code makes a policy; it cannot trace the one of dataclasses
         self,
         base: str,
         device_type: str,
@@ -114,7 +114,9 @@ class Policy:
                 f"no operator lists for device type {short(device_type)}; expected one of {', '.join(map(repr, TORCH))}"
             )
         for name, value in (
-            ("base", base), ("device_type", device_type), ("overrides", overrides),
+            ("base", base),
+            ("device_type", device_type),
+            ("overrides", overrides),
             ("modules", module_rules.NONE if modules is None else modules),
             ("text", _text(base, device_type, overrides)),
         ):
@@ -417,7 +419,7 @@ class Policy:
             *((name, {op: (rule, "set by the user") for op, rule in layer}) for name, layer in own),
         )
 
-    def __hash__(self) -> int:      # no `cached_property`: its lock, in Python 3.11, may be inherited locked by a fork
+    def __hash__(self) -> int:  # no `cached_property`: its lock, in Python 3.11, may be inherited locked by a fork
         known: int | None = self.__dict__.get("_hash")
         if known is None:
             known = hash((self.base, self.device_type, self.overrides, self.modules))
@@ -524,7 +526,7 @@ def _text(base: str, device_type: str, overrides: Iterable[Any]) -> str:
     """The operator rules as JSON that `from_dict` reads, for graphs, which hold constants alone."""
     if overrides:
         return json.dumps({"base": base, "device_type": device_type, "rules": list(map(_as_strings, overrides))})
-    return '{"base": "' + base + '", "device_type": "' + device_type + '"}'     # Dynamo traces no JSON
+    return '{"base": "' + base + '", "device_type": "' + device_type + '"}'  # Dynamo traces no JSON
 
 
 def _checked_layer(rules: Any) -> tuple[tuple[OpOverload, Rule], ...]:

@@ -58,44 +58,72 @@ ACCELERATOR: tuple[Group, ...] = (
     Group(Rule.FLOAT32_DTYPE_ARG, WHY_REDUCTION, _REDUCTIONS + " norm.Scalar norm.ScalarOpt_dim"),
     Group(Rule.FLOAT32_DTYPE_ARG, _WHY_NAMED, _REDUCTIONS_NAMED + " norm.names_ScalarOpt_dim", until=(2, 13)),
     Group(Rule.PROMOTE, WHY_MIXED, _MIXED + " vdot"),
-    Group(Rule.BANNED, "the sigmoid before it has already rounded to 0 or 1 in half precision; "
-                       "binary_cross_entropy_with_logits has not", "binary_cross_entropy"),
+    Group(
+        Rule.BANNED,
+        "the sigmoid before it has already rounded to 0 or 1 in half precision; "
+        "binary_cross_entropy_with_logits has not",
+        "binary_cross_entropy",
+    ),
 )
 
 _CUDA: tuple[Group, ...] = (
     *ACCELERATOR,
     Group(Rule.LOWER, WHY_MATMUL, "cudnn_convolution cudnn_convolution_transpose"),
-    Group(Rule.LOWER, "recurrent layers of cuDNN and MIOpen, registered where the library is built in; torch "
-                      "always casts to float16, even in a bfloat16 region", "_cudnn_rnn miopen_rnn"),
+    Group(
+        Rule.LOWER,
+        "recurrent layers of cuDNN and MIOpen, registered where the library is built in; torch "
+        "always casts to float16, even in a bfloat16 region",
+        "_cudnn_rnn miopen_rnn",
+    ),
     Group(Rule.FLOAT32, WHY_LAPACK, "linalg_matrix_sqrth", since=(2, 14)),
 )
 
 _CPU: tuple[Group, ...] = (
-    Group(Rule.LOWER, WHY_MATMUL, """
+    Group(
+        Rule.LOWER,
+        WHY_MATMUL,
+        """
         _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d
         conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d
         conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear matmul mkldnn_rnn_layer mm prelu
-        scaled_dot_product_attention"""),
-    Group(Rule.FLOAT32, _WHY_LOSS, """
+        scaled_dot_product_attention""",
+    ),
+    Group(
+        Rule.FLOAT32,
+        _WHY_LOSS,
+        """
         binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy_loss
         ctc_loss.IntList ctc_loss.Tensor hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss
         mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d
-        poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss"""),
-    Group(Rule.FLOAT32, _WHY_HALF_KERNEL, """
+        poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss""",
+    ),
+    Group(
+        Rule.FLOAT32,
+        _WHY_HALF_KERNEL,
+        """
         _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d cdist
         cholesky_inverse cholesky_solve fake_quantize_per_tensor_affine fractional_max_pool2d
         fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d inverse lu_solve max_pool3d
         max_unpool2d max_unpool3d nanquantile nanquantile.scalar orgqr ormqr pinverse polar quantile
         quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-        replication_pad3d svd trace triangular_solve view_as_complex"""),
-    Group(Rule.FLOAT32, "Fourier transforms have no half kernels on CPU", """
+        replication_pad3d svd trace triangular_solve view_as_complex""",
+    ),
+    Group(
+        Rule.FLOAT32,
+        "Fourier transforms have no half kernels on CPU",
+        """
         fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2
-        fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft stft.center"""),
-    Group(Rule.FLOAT32, WHY_LAPACK, """
+        fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft stft.center""",
+    ),
+    Group(
+        Rule.FLOAT32,
+        WHY_LAPACK,
+        """
         linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
         linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
         linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor
-        linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve"""),
+        linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve""",
+    ),
     Group(Rule.FLOAT32, WHY_LAPACK, "cholesky qr", until=(2, 14)),
     Group(Rule.FLOAT32, WHY_LAPACK, "linalg_matrix_sqrth", since=(2, 14)),
     Group(Rule.FLOAT32, "a long product needs float32", "prod prod.dim_int"),
@@ -111,8 +139,9 @@ _MPS: tuple[Group, ...] = (
     Group(Rule.FLOAT32, WHY_NORM, NORMALIZATIONS + " batch_norm"),
     Group(Rule.FLOAT32, WHY_SQUARES, _DISTANCES),
     Group(Rule.FLOAT32, _WHY_LOSS, _LOSSES),
-    Group(Rule.FLOAT32, "a long sum needs float32; here torch casts the input instead of asking for a dtype",
-          _REDUCTIONS),
+    Group(
+        Rule.FLOAT32, "a long sum needs float32; here torch casts the input instead of asking for a dtype", _REDUCTIONS
+    ),
     Group(Rule.FLOAT32, _WHY_NAMED, _REDUCTIONS_NAMED, until=(2, 13)),
     Group(Rule.PROMOTE, WHY_MIXED, _MIXED),
 )

@@ -24,14 +24,14 @@ from ampkit.user_code import warn_user
 class RegionSpec(NamedTuple):
     """A region that can be entered any number of times. Compared by identity: each `autocast` object has its own."""
 
-    device_type: str                    # as torch's autocast calls it
+    device_type: str  # as torch's autocast calls it
     dtype: torch.dtype
     enabled: bool
     cache_enabled: bool
-    policy: Policy | None = None        # None: the enclosing region's, else the default
-    cache: WeightCache | None = None    # one that outlives the region
-    device: str | None = None           # as the user wrote it: "cuda:0"
-    of_module: bool = False             # entered by a rule of `Policy.for_modules`, around one module
+    policy: Policy | None = None  # None: the enclosing region's, else the default
+    cache: WeightCache | None = None  # one that outlives the region
+    device: str | None = None  # as the user wrote it: "cuda:0"
+    of_module: bool = False  # entered by a rule of `Policy.for_modules`, around one module
 
     def __str__(self) -> str:
         more = "" if self.policy is None else f", policy={self.policy!r}"
@@ -40,8 +40,8 @@ class RegionSpec(NamedTuple):
 
 # Device types that need no parsing. torch is asked once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
-_PASSING = ("torch.", "contextlib", "functools")     # modules between the user's line and this one
-_warned: set[str] = set()       # names of devices
+_PASSING = ("torch.", "contextlib", "functools")  # modules between the user's line and this one
+_warned: set[str] = set()  # names of devices
 # Makes a `RegionSpec` of one tuple of all its fields. `RegionSpec(...)` calls a Python function, `__new__`, and takes
 # 0.55 us in place of 0.3, at each call of a module with a rule.
 _new_spec = functools.partial(tuple.__new__, RegionSpec)
@@ -102,7 +102,7 @@ def _hint(device_type: Any) -> str:
     return ""
 
 
-@called_while_tracing       # Dynamo traces torch's function, a builtin, only since torch 2.12
+@called_while_tracing  # Dynamo traces torch's function, a builtin, only since torch 2.12
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 

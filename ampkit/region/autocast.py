@@ -96,7 +96,7 @@ class autocast:
         return self.spec.dtype
 
     @property
-    def _enabled(self) -> bool:         # these two names are torch's: libraries read them
+    def _enabled(self) -> bool:  # these two names are torch's: libraries read them
         return self.spec.enabled
 
     @property
@@ -115,7 +115,7 @@ class autocast:
             depth = len(stack)
             try:
                 push(self.spec, begin_module_rules)
-            except BaseException:       # raised by a signal handler as `push` returns
+            except BaseException:  # raised by a signal handler as `push` returns
                 leave_down_to(stack, depth)
                 raise
         return self
@@ -129,7 +129,7 @@ class autocast:
                 pop(self.spec, exc_type)
         except RegionOrderError:
             raise
-        except BaseException as error:      # raised by a signal handler before or while the region is left
+        except BaseException as error:  # raised by a signal handler before or while the region is left
             pop(self.spec, type(error))
             raise
         return False

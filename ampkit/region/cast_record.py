@@ -21,7 +21,7 @@ __all__ = ["CastRecord", "MisalignedProduct", "MisalignedProducts", "RecordedCal
 T = TypeVar("T")
 Shape = tuple[int, ...]
 
-_SUM_FIRST = frozenset({"addmm", "baddbmm", "addbmm"})     # their first argument is added to the product of the others
+_SUM_FIRST = frozenset({"addmm", "baddbmm", "addbmm"})  # their first argument is added to the product of the others
 _PRODUCTS = frozenset({"mm", "bmm", "matmul", "linalg_matmul", *_SUM_FIRST})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
@@ -31,31 +31,31 @@ _HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed 
 class RecordedCall(NamedTuple):
     """One call of an operator with a rule."""
 
-    op: str                             # "aten::linear"
+    op: str  # "aten::linear"
     rule: Rule
-    layer: str                          # the layer of the policy that set the rule: "torch", "default", "with_rules[0]"
-    why: str                            # the reason for the rule
-    module: str                         # path from the outermost module; its class if it is that one; "" outside any
-    line: str                           # the call site in the user's code: "model.py:67"
-    operands: tuple[torch.dtype, ...]   # dtypes of the tensors in the arguments, lists included
-    computed_in: tuple[torch.dtype, ...]    # their dtypes after the casts, or the `dtype` argument of the operator
-    casts: int                          # copies made for this call
-    cached: int                         # casts of weights that the cache had
-    nbytes: int                         # bytes read and written by the casts made
-    shapes: tuple[tuple[int, ...], ...] = ()        # of the tensors in the arguments; () for a nested tensor
-    float8: str = ""                    # under an FP8 rule: its name, or why the call followed LOWER
+    layer: str  # the layer of the policy that set the rule: "torch", "default", "with_rules[0]"
+    why: str  # the reason for the rule
+    module: str  # path from the outermost module; its class if it is that one; "" outside any
+    line: str  # the call site in the user's code: "model.py:67"
+    operands: tuple[torch.dtype, ...]  # dtypes of the tensors in the arguments, lists included
+    computed_in: tuple[torch.dtype, ...]  # their dtypes after the casts, or the `dtype` argument of the operator
+    casts: int  # copies made for this call
+    cached: int  # casts of weights that the cache had
+    nbytes: int  # bytes read and written by the casts made
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors in the arguments; () for a nested tensor
+    float8: str = ""  # under an FP8 rule: its name, or why the call followed LOWER
 
 
 class MisalignedProduct(NamedTuple):
     """A matrix product or convolution with a size that tensor cores must pad."""
 
-    op: str                     # "aten::linear"
-    module: str                 # as one key of `Policy.for_modules`; "" outside any
-    line: str                   # the call site in the user's code: "model.py:67"
-    dtype: torch.dtype          # of the operands after the casts
-    sizes: dict[str, int]       # {"rows": 4096, "in": 768, "out": 50257}
-    padded: dict[str, int]      # the sizes to change, rounded up: {"out": 50264}
-    calls: int                  # with these sizes
+    op: str  # "aten::linear"
+    module: str  # as one key of `Policy.for_modules`; "" outside any
+    line: str  # the call site in the user's code: "model.py:67"
+    dtype: torch.dtype  # of the operands after the casts
+    sizes: dict[str, int]  # {"rows": 4096, "in": 768, "out": 50257}
+    padded: dict[str, int]  # the sizes to change, rounded up: {"out": 50264}
+    calls: int  # with these sizes
 
     def cells(self) -> tuple[str, ...]:
         """The cells of this product's row in the table."""
@@ -86,7 +86,7 @@ class CastRecord:
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
         self.compiled = False
-        self.integers: list[tuple[RecordedCall, Tensor]] | None = None      # calls with results of `merges_integers`
+        self.integers: list[tuple[RecordedCall, Tensor]] | None = None  # calls with results of `merges_integers`
         self.merged: list[RecordedCall] = []
         self.float8_notes = Float8Notes()
 
@@ -153,18 +153,23 @@ class CastRecord:
         groups = _grouped(
             misaligned,
             lambda product: (
-                product.op, starred(product.module), product.line, product.dtype, tuple(product.sizes.items())
+                product.op,
+                starred(product.module),
+                product.line,
+                product.dtype,
+                tuple(product.sizes.items()),
             ),
         )
         return MisalignedProducts(
-            group[0]._replace(module=_path([product.module for product in group]), calls=len(group))
-            for group in groups
+            group[0]._replace(module=_path([product.module for product in group]), calls=len(group)) for group in groups
         )
 
     def __str__(self) -> str:
-        lines = self._table() if self.calls else [
-            "no operator with a rule was called in a region that was entered while recording"
-        ]
+        lines = (
+            self._table()
+            if self.calls
+            else ["no operator with a rule was called in a region that was entered while recording"]
+        )
         if self.compiled:
             lines.append(
                 "operators in compiled code are not recorded: record the step before it is compiled, or under "
@@ -193,7 +198,8 @@ class CastRecord:
             lambda call: (call.op, starred(call.module), call.float8),
         )
         return [
-            *lines, f"{total}{self.cached} taken from the cache",
+            *lines,
+            f"{total}{self.cached} taken from the cache",
             *(
                 f"not in FP8: {calls[0].op} in {_path([call.module for call in calls]) or 'no module'}, "
                 f"{_count(len(calls))}: {calls[0].float8}"
@@ -207,17 +213,17 @@ def _sizes(op: str, shapes: Sequence[Shape]) -> dict[str, int]:
     name = op.removeprefix("aten::").partition(".")[0]
     if name in _SUM_FIRST:
         shapes = shapes[1:]
-    if len(shapes) < 2 or min(len(shape) for shape in shapes[:2]) < 2:      # a vector, or a nested tensor
+    if len(shapes) < 2 or min(len(shape) for shape in shapes[:2]) < 2:  # a vector, or a nested tensor
         return {}
     a, b = shapes[:2]
     if name == "linear":
         return {"rows": prod(a[:-1]), "in": a[-1], "out": b[0]}
     if name in _PRODUCTS:
         return {"rows": prod(a[:-1]) if len(b) == 2 else a[-2], "inner": a[-1], "columns": b[-1]}
-    if name in _CONVOLUTIONS:       # [out, in / groups, *kernel]
+    if name in _CONVOLUTIONS:  # [out, in / groups, *kernel]
         groups = max(1, a[1 - len(b)] // max(1, b[1]))
         return {"in channels": b[1], "out channels": b[0] // groups}
-    if name in _TRANSPOSED:         # [in, out / groups, *kernel]; without a bias, `groups` is not in the shapes
+    if name in _TRANSPOSED:  # [in, out / groups, *kernel]; without a bias, `groups` is not in the shapes
         groups = max(1, shapes[2][0] // max(1, b[1])) if len(shapes) > 2 else 1
         return {"in channels": b[0] // groups, "out channels": b[1]}
     if name == "scaled_dot_product_attention" and len(shapes) > 2:
@@ -230,8 +236,15 @@ def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:
     first = calls[0]
     casts, cached, nbytes = (sum(getattr(call, name) for call in calls) for name in ("casts", "cached", "nbytes"))
     return (
-        str(len(calls)), first.op, f"{first.rule.name}, {first.layer}", _path([call.module for call in calls]),
-        _names(first.operands), _names(first.computed_in), str(casts), str(cached), f"{nbytes / 1e6:.3f}",
+        str(len(calls)),
+        first.op,
+        f"{first.rule.name}, {first.layer}",
+        _path([call.module for call in calls]),
+        _names(first.operands),
+        _names(first.computed_in),
+        str(casts),
+        str(cached),
+        f"{nbytes / 1e6:.3f}",
     )
 
 

@@ -84,7 +84,7 @@ def custom_fwd(
     return decorated
 
 
-@overload       # Any parameters: `backward(ctx, grad)` narrows the `*grad_outputs` of the method that it overrides.
+@overload  # Any parameters: `backward(ctx, grad)` narrows the `*grad_outputs` of the method that it overrides.
 def custom_bwd(bwd: Callable[..., R], *, device_type: str | None = None) -> Callable[..., R]: ...
 @overload
 def custom_bwd(*, device_type: str | None = None) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
@@ -120,7 +120,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
         if isinstance(state, RegionSpec):
             with autocast._of(state._replace(cache_enabled=torch.is_autocast_cache_enabled())):
                 return bwd(*args, **kwargs)
-        enabled, dtype, policy_text = state     # saved by a forward in the same trace
+        enabled, dtype, policy_text = state  # saved by a forward in the same trace
         traced.enter_by_constants(kind, dtype, enabled, torch.is_autocast_cache_enabled(), policy_text)
         try:
             return bwd(*args, **kwargs)

@@ -20,15 +20,15 @@ _HEADER = ("module", "GEMM", "operand", "shape", "scaling", "amax", "to 0", "at 
 class Float8Loss(NamedTuple):
     """The rounding loss of one operand of one product, summed over all calls of a module."""
 
-    module: str         # its path, or the line of the call
-    gemm: str           # "output", "input gradient" or "weight gradient"
-    operand: str        # "input", "weight" or "gradient"
+    module: str  # its path, or the line of the call
+    gemm: str  # "output", "input gradient" or "weight gradient"
+    operand: str  # "input", "weight" or "gradient"
     shape: tuple[int, ...]
-    scaling: str        # "row e4m3 2^n"
-    amax: float         # the largest magnitude before the cast; inf or NaN if an element is
-    to_zero: float      # share of the elements that the cast rounded to 0
-    at_end: float       # share of the elements at FP8's largest magnitude
-    snr: float          # signal to noise in decibels: 10 log10 of sum(x^2) / sum(error^2)
+    scaling: str  # "row e4m3 2^n"
+    amax: float  # the largest magnitude before the cast; inf or NaN if an element is
+    to_zero: float  # share of the elements that the cast rounded to 0
+    at_end: float  # share of the elements at FP8's largest magnitude
+    snr: float  # signal to noise in decibels: 10 log10 of sum(x^2) / sum(error^2)
 
     def cells(self) -> tuple[str, ...]:
         """The cells of a row of the table."""
@@ -50,7 +50,7 @@ class Float8Notes:
     """Collects the losses of a record."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}      # number of elements, amax, four sums
+        self._sums: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}  # number of elements, amax, four sums
 
     def note(
         self, module: str, gemm: str, operand: str, tensor: Tensor, form: Quantized, scaling: Scaling, transposed: bool
@@ -62,12 +62,14 @@ class Float8Notes:
             exact = tensor.reshape(-1, tensor.shape[-1]).float()
             exact = exact.t() if transposed else exact
             data = form.data.float()
-            sums = torch.stack([
-                ((data == 0) & (exact != 0)).sum().double(),
-                (data.abs() == torch.finfo(scaling.dtype).max).sum().double(),
-                exact.double().square().sum(),
-                (data / form.scale - exact).double().square().sum(),
-            ])
+            sums = torch.stack(
+                [
+                    ((data == 0) & (exact != 0)).sum().double(),
+                    (data.abs() == torch.finfo(scaling.dtype).max).sum().double(),
+                    exact.double().square().sum(),
+                    (data / form.scale - exact).double().square().sum(),
+                ]
+            )
             key = module, gemm, operand, tuple(form.data.shape), str(scaling)
             n, amax, earlier_sums = self._sums.get(key, (0, sums.new_zeros(()), sums.new_zeros(4)))
             amax = torch.maximum(amax, exact.abs().amax().double())

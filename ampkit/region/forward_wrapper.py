@@ -43,7 +43,7 @@ class WrappedForward(Module):
     made with the original class, and wrapped again.
     """
 
-    _ampkit_wrappers: dict[type[WrappedForward], tuple[type[Module], Wrapper]]      # sort -> (class inside, wrapper)
+    _ampkit_wrappers: dict[type[WrappedForward], tuple[type[Module], Wrapper]]  # sort -> (class inside, wrapper)
 
     @classmethod
     def put_around(cls, module: Module, wrapper: Wrapper) -> None:
@@ -56,9 +56,11 @@ class WrappedForward(Module):
         body: dict[str, Any] = {
             "forward": wrapper.around(inner.forward),
             "_ampkit_wrappers": {**getattr(inner, "_ampkit_wrappers", {}), cls: (inner, wrapper)},
-            "__module__": inner.__module__, "__qualname__": inner.__qualname__, "__doc__": inner.__doc__,
+            "__module__": inner.__module__,
+            "__qualname__": inner.__qualname__,
+            "__doc__": inner.__doc__,
         }
-        later = getattr(inner, "cls_to_become", None)     # the class that a lazy module takes at its first call
+        later = getattr(inner, "cls_to_become", None)  # the class that a lazy module takes at its first call
         if later is not None:
             body["cls_to_become"] = cls._wrapped(later, wrapper)
         return type(inner.__name__, (cls, inner), body)
@@ -66,7 +68,7 @@ class WrappedForward(Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """How to make the module again: with the class that it had before all wrappers, then wrapped."""
         make, arguments, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        original = next(iter(self._ampkit_wrappers.values()))[0]        # that of the first wrapper
+        original = next(iter(self._ampkit_wrappers.values()))[0]  # that of the first wrapper
         arguments = tuple(original if argument is type(self) else argument for argument in arguments)
         wrappers = [(sort, wrapper) for sort, (_, wrapper) in self._ampkit_wrappers.items()]
         return (_wrapped_again, (wrappers, make, arguments), *rest)

@@ -29,9 +29,9 @@ from ampkit.torch_internals.modules import EAGER, put_hooks, take_hooks
 from ampkit.user_code import warn_user
 
 _MAX_WARNED = 1024
-_lock = renewed_lock(__name__, "_lock")     # reentrant: a signal handler may open such a region too
-_open: weakref.WeakSet[_ModuleLookup] = weakref.WeakSet()     # of all threads; freed with their thread
-_warned: set[ModuleRules] = set()           # compared by value: a policy may be made again in every step
+_lock = renewed_lock(__name__, "_lock")  # reentrant: a signal handler may open such a region too
+_open: weakref.WeakSet[_ModuleLookup] = weakref.WeakSet()  # of all threads; freed with their thread
+_warned: set[ModuleRules] = set()  # compared by value: a policy may be made again in every step
 
 
 def begin_module_rules(entry: Entry) -> None:
@@ -48,13 +48,13 @@ class _ModuleLookup:
         self.rules = dict(entry.mode.policies)[entry.spec.device_type].modules
         self.depth = len(thread.modules)
         self.outer: _ModuleLookup | None = thread.module_lookup
-        self.ran_a_model = False        # any module that has modules
-        self.ran_another = False        # a model of the class of a bound one, neither bound nor a copy
-        self.ran_bound = False          # a bound module
+        self.ran_a_model = False  # any module that has modules
+        self.ran_another = False  # a model of the class of a bound one, neither bound nor a copy
+        self.ran_bound = False  # a bound module
 
     def begin(self) -> None:
         """Register the hooks."""
-        if tracer() is None:        # a trace has hooks of its own
+        if tracer() is None:  # a trace has hooks of its own
             _open.add(self)
             thread.module_lookup = self
             _place_hooks()
@@ -64,7 +64,7 @@ class _ModuleLookup:
 
         Also completes a `begin` or `end` that was cut short.
         """
-        del thread.modules[self.depth :]    # an interrupt has ended these modules: `after_forward` did not run
+        del thread.modules[self.depth :]  # an interrupt has ended these modules: `after_forward` did not run
         thread.module_lookup = self.outer
         _open.discard(self)
         _place_hooks()
@@ -81,10 +81,14 @@ class _ModuleLookup:
         self.rules.ran |= self.ran_bound
         if not self.ran_bound:
             if first or self.ran_another or self.rules.are_gone():
-                _warn(self.rules, self.rules.check(), (
-                    "none of the modules that this policy's rules bind ({}) ran in this region, so the rules had no "
-                    "effect"
-                ))
+                _warn(
+                    self.rules,
+                    self.rules.check(),
+                    (
+                        "none of the modules that this policy's rules bind ({}) ran in this region, so the rules had no "
+                        "effect"
+                    ),
+                )
         elif first:
             lost = self.rules.lost()
             if lost:
@@ -94,7 +98,7 @@ class _ModuleLookup:
 def _place_hooks() -> None:
     """Register the global hooks if a region of any thread needs them, else remove them."""
     with _lock:
-        if any(_open):      # `len` may still count one that was just freed
+        if any(_open):  # `len` may still count one that was just freed
             put_hooks(EAGER, before_forward, after_forward, always=True)
         else:
             take_hooks(EAGER, always=True)
@@ -106,7 +110,7 @@ def _warn(rules: ModuleRules, reported: Iterable[BoundRule], problem: str) -> No
         return
     if len(_warned) >= _MAX_WARNED:
         _warned.clear()
-    _warned.add(rules)      # first: where warnings are errors, leaving the region is completed by a second call
+    _warned.add(rules)  # first: where warnings are errors, leaving the region is completed by a second call
     warn_user(
         f"{problem.format(', '.join(rule.key for rule in reported))}. Bind the model that runs, and bind it after its "
         "modules are replaced: policy.for_modules(model, {...}); policy.check() lists modules that are gone",
@@ -123,7 +127,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if tracing():
         return traced.before_forward_in_trace(module, args, kwargs)
     lookup = thread.module_lookup
-    if lookup is None:      # the hooks are there for another thread's region
+    if lookup is None:  # the hooks are there for another thread's region
         return None
     if module._modules:
         lookup.ran_a_model = True
@@ -132,7 +136,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     # A call of a module by itself is noted without regions, so that `after_forward` pairs each call with its end.
     if not rules and not any(running is module for running, _ in thread.modules):
         return None
-    thread.modules.append((module, len(thread.regions)))    # first: `after_forward` runs if the rest of this raises
+    thread.modules.append((module, len(thread.regions)))  # first: `after_forward` runs if the rest of this raises
     for policy, precision in rules:
         lookup.ran_bound = True
         if is_active(policy.device_type):
@@ -152,7 +156,7 @@ def after_forward(module: Module, args: Any, output: Any) -> None:
     if not any(running is module for running, _ in calls):
         return
     while calls:
-        running, depth = calls[-1]      # this call, or one inside it that ended without running hooks
+        running, depth = calls[-1]  # this call, or one inside it that ended without running hooks
         leave_down_to(thread.regions, depth)
         del calls[-1]
         if running is module:

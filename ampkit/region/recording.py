@@ -41,8 +41,8 @@ from ampkit_kernels import is_capturing
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
-_MAX_ELEMENTS = 1 << 14         # elements that `merges_integers` sorts: all of an activation would take long
-_LARGEST_INTEGER = 1 << 24      # float32 has every integer up to here; larger numbers are constants of masks
+_MAX_ELEMENTS = 1 << 14  # elements that `merges_integers` sorts: all of an activation would take long
+_LARGEST_INTEGER = 1 << 24  # float32 has every integer up to here; larger numbers are constants of masks
 
 
 class record_casts(contextlib.ContextDecorator):
@@ -79,7 +79,7 @@ class record_casts(contextlib.ContextDecorator):
         return self.record
 
     def __exit__(self, *exc: Any) -> None:
-        records[:] = [record for record in records if record is not self.record]    # another thread's may be last
+        records[:] = [record for record in records if record is not self.record]  # another thread's may be last
         if not self.record.calls:
             self.record.compiled = self.record.compiled or has_compiled()
         self.record.merged = [] if any(exc) else [call for call, merges in self.record.integers or () if merges]
@@ -92,12 +92,12 @@ class record_casts(contextlib.ContextDecorator):
             )
 
 
-records: list[CastRecord] = []      # those being taken; regions write to the last
+records: list[CastRecord] = []  # those being taken; regions write to the last
 
 
 def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
     """A mode for these policies and this cache, which notes its calls if a record is being taken."""
-    open_records = records[-1:]     # a copy: another thread may end the record meanwhile
+    open_records = records[-1:]  # a copy: another thread may end the record meanwhile
     return _RecordingMode(policies, cache, open_records[0]) if open_records else AutocastMode(policies, cache)
 
 
@@ -152,9 +152,19 @@ class _RecordingMode(AutocastMode):
             float8 = why_not(op, args, kwargs, policy.device_type)
         module, line = _call_site(sys._getframe(1))
         recorded = RecordedCall(
-            op.name(), rule, layer, why, module, line, _dtypes(given), computed_in,
-            len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given), float8,
+            op.name(),
+            rule,
+            layer,
+            why,
+            module,
+            line,
+            _dtypes(given),
+            computed_in,
+            len(made),
+            len(cast) - len(made),
+            sum(_nbytes(old) + _nbytes(new) for old, new in made),
+            tuple(() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given),
+            float8,
         )
         if self.record.integers is not None:
             with Exclude(self.excluded_keys):
@@ -206,11 +216,16 @@ def merges_integers(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
     None if this is not checked: the tensor requires a gradient, is not of float32, or is traced, sparse or captured.
     """
     if (
-        exact.dtype is not torch.float32 or dtype.itemsize != 2 or exact.requires_grad or not is_eager(exact)
-        or is_opaque(exact) or functorch_level() is not None or is_capturing(exact.device)
+        exact.dtype is not torch.float32
+        or dtype.itemsize != 2
+        or exact.requires_grad
+        or not is_eager(exact)
+        or is_opaque(exact)
+        or functorch_level() is not None
+        or is_capturing(exact.device)
     ):
         return None
-    values = exact.detach().flatten()[:_MAX_ELEMENTS].sort().values      # rounding keeps the order
+    values = exact.detach().flatten()[:_MAX_ELEMENTS].sort().values  # rounding keeps the order
     cast = values.to(dtype)
     integers = ((values == values.round()) & (values.abs() <= _LARGEST_INTEGER)).all()
     return integers & ((values[1:] != values[:-1]) & (cast[1:] == cast[:-1])).any()

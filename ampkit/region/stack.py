@@ -40,10 +40,14 @@ from ampkit_kernels import CURRENT_CUDA, is_capturing
 __all__ = ["Entry", "RegionOrderError", "leave_down_to", "leave_ended", "pop", "push"]
 
 _is_enabled, _dtype_of, _cache_flag = (
-    torch.is_autocast_enabled, torch.get_autocast_dtype, torch.is_autocast_cache_enabled
+    torch.is_autocast_enabled,
+    torch.get_autocast_dtype,
+    torch.is_autocast_cache_enabled,
 )
 _set_enabled, _set_dtype, _set_cache_flag = (
-    torch.set_autocast_enabled, torch.set_autocast_dtype, torch.set_autocast_cache_enabled
+    torch.set_autocast_enabled,
+    torch.set_autocast_dtype,
+    torch.set_autocast_cache_enabled,
 )
 _increment, _decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _uncached_modes: dict[Any, AutocastMode] = {}
@@ -66,9 +70,26 @@ class Entry:
     """
 
     __slots__ = (
-        "active", "begin_rules", "cache", "counted", "end_rules", "ended", "failed", "frame", "key", "mode",
-        "muted_key", "old_cache_flag", "old_dtype", "old_enabled", "old_mark", "outer_mode", "own_cache", "spec",
-        "was_excluded", "was_included",
+        "active",
+        "begin_rules",
+        "cache",
+        "counted",
+        "end_rules",
+        "ended",
+        "failed",
+        "frame",
+        "key",
+        "mode",
+        "muted_key",
+        "old_cache_flag",
+        "old_dtype",
+        "old_enabled",
+        "old_mark",
+        "outer_mode",
+        "own_cache",
+        "spec",
+        "was_excluded",
+        "was_included",
     )
 
     def __init__(
@@ -83,11 +104,11 @@ class Entry:
         device_type = spec.device_type
         try:
             outer_mode = get_in_tls(TLS_NAME)
-        except RuntimeError:        # the first region of the thread
+        except RuntimeError:  # the first region of the thread
             outer_mode = None
         self.outer_mode = outer_mode = outer_mode if outer_mode is not None and outer_mode.open else None
         self.spec = spec
-        self.frame = frame          # of the compiled graph that enters it; an exception may end that call
+        self.frame = frame  # of the compiled graph that enters it; an exception may end that call
         self.ended = self.counted = self.failed = False
         self.old_enabled = _is_enabled(device_type)
         self.old_dtype = _dtype_of(device_type)
@@ -118,11 +139,11 @@ class Entry:
         self.mode = mode
         self.key = key = mode.key
         self.was_included = is_included(key)
-        self.was_excluded = is_excluded(key)    # inside a disabled region, or inside an operator
+        self.was_excluded = is_excluded(key)  # inside a disabled region, or inside an operator
         outer_key = None if outer_mode is None else outer_mode.key
         # The enclosing region's key, where it is another one and would cast too.
         self.muted_key = None if outer_key is None or outer_key is key or is_excluded(outer_key) else outer_key
-        self.end_rules: Callable[[bool], None] | None = None    # called with `failed`; set by `begin_rules`
+        self.end_rules: Callable[[bool], None] | None = None  # called with `failed`; set by `begin_rules`
         enabled = spec.enabled or recomputes
         has_rules = enabled and mode.has_module_rules and bool(dict(mode.policies)[device_type].modules)
         self.begin_rules = begin_rules if has_rules else None
@@ -195,7 +216,7 @@ def _mode(
             modes.clear()
         mode = modes[policies] = new_mode(policies, cache)
     if mode.policy is not None:
-        mode.policy = policy    # may be another object than the equal one that the mode was made for
+        mode.policy = policy  # may be another object than the equal one that the mode was made for
     if cache is not None:
         cache.latest = mode
     return mode
@@ -263,7 +284,7 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
     tasks, and other code may have opened the regions inside.
     """
     stack = thread.regions
-    if stack and stack[-1].spec is spec and not stack[-1].ended:        # the usual case
+    if stack and stack[-1].spec is spec and not stack[-1].ended:  # the usual case
         entry = stack[-1]
         entry.failed = exc_type is not None
         entry.leave(last=len(stack) == 1)
@@ -273,7 +294,7 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
             leave_ended(stack)
         return
     leave_ended(stack)
-    depth = len(stack) - 1      # of the region, -1 if it is not open
+    depth = len(stack) - 1  # of the region, -1 if it is not open
     while depth >= 0 and (stack[depth].spec is not spec or stack[depth].ended):
         depth -= 1
     if exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):
@@ -292,7 +313,7 @@ def leave_down_to(stack: list[Entry], depth: int) -> None:
         entry = stack[-1]
         try:
             entry.leave(last=len(stack) == 1)
-        except BaseException:       # an interrupt, or a warning of module rules as an error: restore the rest
+        except BaseException:  # an interrupt, or a warning of module rules as an error: restore the rest
             entry.leave(last=len(stack) == 1)
             raise
         if stack and stack[-1] is entry:

@@ -61,13 +61,13 @@ def enter_region(
     stack = thread.regions
     leave_ended(stack)
     translator = tracer()
-    if translator is not None:      # a trace that fails or stops leaves regions open: leave them at its end
+    if translator is not None:  # a trace that fails or stops leaves regions open: leave them at its end
         at_end_of_trace(translator, functools.partial(leave_down_to, stack, len(stack)))
     caller = sys._getframe(1)
     spec = _spec_of(device_type, dtype, enabled, cache_enabled, policy_text)
     if thread.announced and translator is not None:
         policy, of_module = thread.announced.pop(0)
-        if policy.text == policy_text:      # else the trace began again before it came here
+        if policy.text == policy_text:  # else the trace began again before it came here
             spec = spec._replace(policy=policy, of_module=of_module)
     push(spec, frame=caller if runs_a_graph(caller) else None)
     if translator is not None and thread.mark:
@@ -118,7 +118,7 @@ def enter_by_constants(
     enter_region(device_type, dtype, enabled, cache_enabled, policy_text, register_changes())
 
 
-@called_while_tracing       # so not before Dynamo is imported, which takes seconds
+@called_while_tracing  # so not before Dynamo is imported, which takes seconds
 def _allow_in_graphs() -> bool:
     put_in_graphs(enter_region)
     put_in_graphs(leave_region)
@@ -128,7 +128,7 @@ def _allow_in_graphs() -> bool:
 def enter_in_trace(spec: RegionSpec) -> None:
     """Enter a region in traced code, with hooks for modules if a policy has rules for some. `autocast` calls this."""
     policy = spec.policy
-    has_rules = policy is not None and len(policy.modules.rules) > 0    # no `bool`: Dynamo traces it since torch 2.12
+    has_rules = policy is not None and len(policy.modules.rules) > 0  # no `bool`: Dynamo traces it since torch 2.12
     policy_text = None if policy is None else policy.text
     if has_rules:
         _announce(id(policy))
@@ -173,12 +173,12 @@ def _announce(policy_id: int) -> bool:
 @dynamo_skip
 def before_forward_in_trace(module: Module, args: Any, kwargs: Any = None) -> Any:
     """Global forward pre-hook: put the regions that the module's rules ask for into the graph."""
-    if not tracing():       # after a graph break inside a traced region
+    if not tracing():  # after a graph break inside a traced region
         return None
     rules = _rules_in_trace(id(module))
     if rules is None:
         for running, _ in _entered:
-            if running is module:       # it calls itself, as in `module_hooks.before_forward`
+            if running is module:  # it calls itself, as in `module_hooks.before_forward`
                 _entered.append((module, 0))
                 return None
         return None

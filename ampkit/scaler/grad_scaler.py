@@ -192,7 +192,7 @@ class GradScaler(ScalerAnswers):
                 "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
                 "once per micro-batch), or pass allow_repeat=True."
             )
-        notes.clip_factor = None        # may be there if other code has made the optimizer READY again
+        notes.clip_factor = None  # may be there if other code has made the optimizer READY again
         if self._skip_above is not None:
             self._unscale_and_judge_(notes)
             self._apply_clip_factor_(notes)
@@ -210,9 +210,9 @@ class GradScaler(ScalerAnswers):
         """
         gradients = self._gradients(optimizer, allow_fp16)
         flags: Flags = {}
-        for device in gradients.by_device:      # a comprehension would be a call
+        for device in gradients.by_device:  # a comprehension would be a call
             flags[device] = found_inf if device == found_inf.device else moved(found_inf, device)
-        with torch.set_grad_enabled(False):     # at half the cost of torch.no_grad()
+        with torch.set_grad_enabled(False):  # at half the cost of torch.no_grad()
             if self._rule.scales_losses:
                 unscale_(gradients, inv_scale, flags)
             else:
@@ -274,7 +274,7 @@ class GradScaler(ScalerAnswers):
         last = self._last_step_of(optimizer) if notes is None else notes.last_step
         own_group = self.process_group
         if own_group is None and last.holds_shards and ranks.several():
-            own_group = torch.distributed.group.WORLD    # shards of FSDP1 do not say which ranks have the other parts
+            own_group = torch.distributed.group.WORLD  # shards of FSDP1 do not say which ranks have the other parts
         all_groups = [*dict.fromkeys(groups if own_group is None else (*groups, own_group))]
         if not all_groups:
             return
@@ -290,7 +290,7 @@ class GradScaler(ScalerAnswers):
         """
         notes = self._notes.get(id(optimizer))
         if notes is None and not hasattr(optimizer, "param_groups"):
-            parameters(optimizer)       # raises, before a record is made
+            parameters(optimizer)  # raises, before a record is made
         state = self._states[id(optimizer)]
         if notes is None or notes.state is not state:
             notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
@@ -349,12 +349,12 @@ class GradScaler(ScalerAnswers):
         if process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
         if notes.state["stage"] is OptState.READY:
-            notes.outlier = None        # may be there if other code has made the optimizer READY again
+            notes.outlier = None  # may be there if other code has made the optimizer READY again
             if norm_type not in clipping.HOMOGENEOUS_ORDERS:
                 self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, process_group)
         if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
-            own_group = self.process_group if process_group is None else None   # else the norm is that of a group
+            own_group = self.process_group if process_group is None else None  # else the norm is that of a group
             self._judge(notes, norm if own_group is None else ranks.total(norm.clone(), norm_type, (own_group,)))
         before = self._clipped_norms.get(id(optimizer))
         self._clipped_norms[id(optimizer)] = norm if before is None else torch.maximum(before, norm)
@@ -367,7 +367,7 @@ class GradScaler(ScalerAnswers):
         """
         if self.process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
-        notes.outlier = None        # may be there if other code has made the optimizer READY again
+        notes.outlier = None  # may be there if other code has made the optimizer READY again
         norm = self._clip_norm_(notes, math.inf, 2.0, self.process_group)
         if notes.state["found_inf_per_device"]:
             self._judge(notes, norm)
@@ -496,7 +496,7 @@ class GradScaler(ScalerAnswers):
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer unless a flag in its record is set. Reads the device once."""
         flags = list(optimizer_state["found_inf_per_device"].values())
-        if not flags:   # `step` does not get here; as in torch, no flags mean no inf
+        if not flags:  # `step` does not get here; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)
         notes = self._notes.get(id(optimizer))
         if notes is None or notes.state is not optimizer_state:
@@ -554,7 +554,7 @@ class GradScaler(ScalerAnswers):
         """Step an optimizer that evaluates the loss itself, and unscale each evaluation; see `closures`."""
         optimizer, state = notes.optimizer, notes.state
         if self._scale_calls and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)    # a first backward outside the closure, as with SAM
+            self.unscale_(optimizer)  # a first backward outside the closure, as with SAM
         if state["found_inf_per_device"] and self._found_inf(notes).item() != 0:
             return self._abandon(notes)
         self._apply_clip_factor_(notes)
@@ -612,7 +612,7 @@ class GradScaler(ScalerAnswers):
 
     def _note_step(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Note how a step ended, `skipped` None if only the device knows, and call `on_stuck` if that is due."""
-        outlier = None if notes.outlier is None else (notes.outlier != 0) & (found_inf == 0)    # skipped for it alone
+        outlier = None if notes.outlier is None else (notes.outlier != 0) & (found_inf == 0)  # skipped for it alone
         if outlier is not None:
             self._outlier = outlier if self._outlier is None else self._outlier | outlier
         if self._history is not None:  # None: another scaler scales these gradients, and counts their steps
@@ -703,10 +703,15 @@ class GradScaler(ScalerAnswers):
         is_due = history.note_update(used, found_inf, norms.values(), self._outlier)
         if history.triton is not None and isinstance(rule, DynamicLossScale):
             history.triton.update_scale_(
-                (scale, self._growth_tracker, *self._counters), found_inf,
-                growth_factor=rule.growth_factor, backoff_factor=rule.backoff_factor,
-                growth_interval=rule.growth_interval, min_scale=rule.min_scale, max_scale=rule.max_scale,
-                hysteresis=rule.hysteresis, refills_when_clean=rule.hysteresis_refill == "clean",
+                (scale, self._growth_tracker, *self._counters),
+                found_inf,
+                growth_factor=rule.growth_factor,
+                backoff_factor=rule.backoff_factor,
+                growth_interval=rule.growth_interval,
+                min_scale=rule.min_scale,
+                max_scale=rule.max_scale,
+                hysteresis=rule.hysteresis,
+                refills_when_clean=rule.hysteresis_refill == "clean",
                 tolerance=rule.tolerance,
             )
         elif rule.is_plain:
@@ -726,7 +731,8 @@ class GradScaler(ScalerAnswers):
         rule, scale, history = self._rule, self._scale, self._history
         if isinstance(new_scale, Tensor) and (
             new_scale.device.type in (self._device, scale.device.type)
-            and new_scale.numel() == 1 and not new_scale.requires_grad
+            and new_scale.numel() == 1
+            and not new_scale.requires_grad
         ):
             wanted = new_scale.reshape(()).to(scale)
             usable = torch.isfinite(wanted) & (wanted > 0)

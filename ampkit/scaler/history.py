@@ -90,7 +90,7 @@ class History:
         self.no_gradients = saved.get("no_gradients", 0)
         self._device = self._totals.device
         self.may_be_captured = device.type == "cuda"
-        self._steps: dict[bool, list[Tensor]] = {False: [], True: []}       # flags, under capture (True) or not
+        self._steps: dict[bool, list[Tensor]] = {False: [], True: []}  # flags, under capture (True) or not
         self._updates: dict[bool, list[_Update]] = {False: [], True: []}
         self._has_updates = self._has_graph = False
         self._rows: deque[_Update] = deque(maxlen=_ROWS)
@@ -181,10 +181,15 @@ class History:
         rows = []
         for i, (values, (_, _, norm, _)) in enumerate(zip(table, self._rows, strict=True)):
             scale_used, overflowed, grad_norm, outlier = values
-            rows.append({
-                "update": first + i, "scale": scale_used, "overflow": bool(overflowed),
-                "grad_norm": None if norm is None else grad_norm, "outlier": bool(outlier),
-            })
+            rows.append(
+                {
+                    "update": first + i,
+                    "scale": scale_used,
+                    "overflow": bool(overflowed),
+                    "grad_norm": None if norm is None else grad_norm,
+                    "outlier": bool(outlier),
+                }
+            )
         return rows
 
 

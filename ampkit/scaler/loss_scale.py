@@ -287,7 +287,10 @@ def from_numbers(strategy: LossScale | None, torchs_numbers: tuple[float, float,
     if strategy is not None:
         default = checked(None)
         if torchs_numbers != (
-            default.init_scale, default.growth_factor, default.backoff_factor, default.growth_interval
+            default.init_scale,
+            default.growth_factor,
+            default.backoff_factor,
+            default.growth_interval,
         ):
             raise ValueError(
                 f"got loss_scale={strategy} together with init_scale, growth_factor, backoff_factor or "

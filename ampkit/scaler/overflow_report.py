@@ -22,16 +22,16 @@ class Counted(NamedTuple):
     """A gradient with its numbers of inf and NaN, finite ones included."""
 
     param: Tensor
-    name: str | None        # the optimizer's name for the parameter
-    place: str              # in the optimizer: "group 0, parameter 3"
+    name: str | None  # the optimizer's name for the parameter
+    place: str  # in the optimizer: "group 0, parameter 3"
     dtype: torch.dtype
     elements: int
-    counts: Tensor          # of inf, of NaN
+    counts: Tensor  # of inf, of NaN
 
 
 def count_nonfinite(optimizer: torch.optim.Optimizer) -> list[Counted]:
     """Count inf and NaN in every gradient of the optimizer, finite ones included. Never synchronizes."""
-    masters = masters_of(optimizer)     # the model has names for its own parameters, not for their masters
+    masters = masters_of(optimizer)  # the model has names for its own parameters, not for their masters
     of_model = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
     gradients = []
     for name, place, param in places(optimizer):

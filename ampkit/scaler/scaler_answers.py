@@ -61,7 +61,7 @@ class ScalerAnswers(ScalerState):
         last = self._last_step_taken_of(optimizer)
         if last.outlier is not None and bool(last.outlier != 0):
             return False
-        if last.skipped is None:    # only the device knows
+        if last.skipped is None:  # only the device knows
             return bool(last.found_inf == 0)
         return not last.skipped
 
@@ -82,7 +82,7 @@ class ScalerAnswers(ScalerState):
         Returns:
             A `ScalerStats`.
         """
-        if self._scale is None or self._history is None:    # the counts are those that were loaded, if any
+        if self._scale is None or self._history is None:  # the counts are those that were loaded, if any
             cpu = torch.device("cpu")
             return History(cpu, self._init_totals).totals(torch.full((), self.get_scale(), device=cpu))
         stats = self._history.totals(self._scale)

@@ -70,7 +70,7 @@ class ScalerState(torch.amp.GradScaler):
         self._enabled = enabled and _can_scale_on(self._device)
         if self._enabled:
             self._rule = scales.from_numbers(loss_scale, (init_scale, growth_factor, backoff_factor, growth_interval))
-        else:       # a disabled scaler of torch checks no number
+        else:  # a disabled scaler of torch checks no number
             self._rule = scales.checked(loss_scale)
         if on_stuck not in ("warn", "raise") and not callable(on_stuck):
             raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
@@ -91,8 +91,8 @@ class ScalerState(torch.amp.GradScaler):
         """Create the attributes that are not pickled, as they are before the first iteration."""
         self._scale: Any = None
         self._growth_tracker: Any = None
-        self._counters: Sequence[Tensor] = ()     # the strategy's other counters
-        self._history: Any = None       # made with the scale
+        self._counters: Sequence[Tensor] = ()  # the strategy's other counters
+        self._history: Any = None  # made with the scale
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
@@ -104,8 +104,8 @@ class ScalerState(torch.amp.GradScaler):
         # The largest norms by `id(optimizer)`: returned by `clip_grad_norm_`, and judged without it.
         self._clipped_norms: dict[int, Tensor] = {}
         self._judged_norms: dict[int, Tensor] = {}
-        self._outlier: Tensor | None = None     # whether a step of any optimizer was skipped for its norm alone
-        self._used_scale: Tensor | None = None      # a copy of the scale that unscaled gradients
+        self._outlier: Tensor | None = None  # whether a step of any optimizer was skipped for its norm alone
+        self._used_scale: Tensor | None = None  # a copy of the scale that unscaled gradients
 
     @property
     def _per_optimizer_states(self) -> MutableMapping[int, Any]:
@@ -157,7 +157,7 @@ class ScalerState(torch.amp.GradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker; `AssertionError` with the method's name if there are none."""
         scale, tracker = super()._check_scale_growth_tracker(funcname)
-        if self._history is None:   # other code has set both
+        if self._history is None:  # other code has set both
             self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
             self._history = History(scale.device, self._init_totals)
         return scale, tracker
@@ -223,7 +223,8 @@ class ScalerState(torch.amp.GradScaler):
                 "norms": [
                     *(
                         [*norm_limit.size(optimizer), [norm for norm in last.norms.tolist() if norm < math.inf]]
-                        for optimizer, last in self._last_steps.items() if last.norms is not None
+                        for optimizer, last in self._last_steps.items()
+                        if last.norms is not None
                     ),
                     *self._init_norms,
                 ],
@@ -291,19 +292,19 @@ class ScalerState(torch.amp.GradScaler):
         vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalerState:
-        memo[id(self.process_group)] = self.process_group   # process groups cannot be copied
+        memo[id(self.process_group)] = self.process_group  # process groups cannot be copied
         copied = object.__new__(type(self))
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
-    if not TYPE_CHECKING:       # a type checker would accept every name as an attribute
+    if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
             """Raise for a missing attribute, and say what replaces it if it is one of Apex's."""
             if name in _NAMES_OF_APEX:
                 instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
                 raise AttributeError(instead, name=name, obj=self)
-            return super().__getattribute__(name)       # raises
+            return super().__getattribute__(name)  # raises
 
 
 _NAMES_OF_APEX = {

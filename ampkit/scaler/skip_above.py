@@ -59,7 +59,7 @@ def judge_(limit: TimesMedian, norms: Tensor, norm: Tensor) -> Tensor:
     """`is_outlier` of a norm by the median of the last ones, to which it is added if it is finite."""
     norm = norm.detach().float()
     known = torch.isfinite(norms).sum()
-    median = norms.sort().values.take((known - 1).clamp(min=0) // 2)     # `nanmedian` would wait for the device
+    median = norms.sort().values.take((known - 1).clamp(min=0) // 2)  # `nanmedian` would wait for the device
     has_limit = (known >= limit.window // 8) & (median > 0)
     with_this = torch.cat((norms[1:], norm.reshape(1)))
     norms.copy_(torch.where(torch.isfinite(norm), with_this, norms))

@@ -19,16 +19,42 @@ from ampkit.torch_internals.operators import listed_as
 from ampkit.torch_internals.private_names import missing, private, refuse
 
 __all__ = [
-    "AUTOCAST_KEYS", "KEY", "KEY_NAMES", "PRE_DISPATCH", "TLS_NAME", "TORCH_KEY", "Exclude", "TorchDispatchMode",
+    "AUTOCAST_KEYS",
+    "KEY",
+    "KEY_NAMES",
+    "PRE_DISPATCH",
+    "TLS_NAME",
+    "TORCH_KEY",
+    "Exclude",
+    "TorchDispatchMode",
     "autocast_key",
-    "current", "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls",
-    "is_included", "is_open", "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
+    "current",
+    "get_in_tls",
+    "has_kernel",
+    "higher_order_fallthrough",
+    "higher_order_ops",
+    "is_excluded",
+    "is_in_tls",
+    "is_included",
+    "is_open",
+    "keysets",
+    "parsed_key",
+    "put_in_tls",
+    "set_excluded",
+    "set_included",
 ]
 
 TLS_NAME = "ampkit.mode"
 AUTOCAST_KEYS = {
-    "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
-    "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "mps": "AutocastMPS",
+    "xpu": "AutocastXPU",
+    "hpu": "AutocastHPU",
+    "mtia": "AutocastMTIA",
+    "maia": "AutocastMAIA",
+    "xla": "AutocastXLA",
+    "ipu": "AutocastIPU",
     "privateuseone": "AutocastPrivateUse1",
 }
 
@@ -60,14 +86,14 @@ def _below(key: Any) -> Any:
     return None if key is None or keys_after is refuse else keys_after(key)
 
 
-_KEY_NAME, _TORCH_KEY_NAME = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"     # the second is below
+_KEY_NAME, _TORCH_KEY_NAME = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"  # the second is below
 KEY, TORCH_KEY = parsed_key(_KEY_NAME), parsed_key(_TORCH_KEY_NAME)
 KEY_NAMES = {KEY: _KEY_NAME, TORCH_KEY: _TORCH_KEY_NAME}
 _BELOW = _below(TORCH_KEY)
-PRE_DISPATCH = torch._C.DispatchKey.PreDispatch      # the key of `torch.export`'s tracer, the only one above these
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # the key of `torch.export`'s tracer, the only one above these
 
 
-_add_reference = ctypes.pythonapi.Py_IncRef      # the C function: adds 1 to an object's reference count
+_add_reference = ctypes.pythonapi.Py_IncRef  # the C function: adds 1 to an object's reference count
 _add_reference.argtypes, _add_reference.restype = [ctypes.py_object], None
 
 
@@ -78,7 +104,7 @@ def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
     be freed while in use. There, each call adds the reference that torch will drop. A probe shows which torch it is.
     """
     probe = object()
-    _add_reference(probe)       # the reference that torch 2.11 drops
+    _add_reference(probe)  # the reference that torch 2.11 drops
     before = sys.getrefcount(probe)
     stash("ampkit.probe", probe)
     if sys.getrefcount(probe) > before:

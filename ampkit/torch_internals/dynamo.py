@@ -20,8 +20,8 @@ _Strategy = private("_C._dynamo.eval_frame._FrameExecStrategy")
 _set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
 TracingContext = private("_guards.TracingContext")
 
-DYNAMO_CALLBACKS = "torch._dynamo.callback"     # a module, in `sys.modules` if Dynamo is imported
-AS_FORWARD = "same_as_forward"      # torch's default for `backward_autocast`
+DYNAMO_CALLBACKS = "torch._dynamo.callback"  # a module, in `sys.modules` if Dynamo is imported
+AS_FORWARD = "same_as_forward"  # torch's default for `backward_autocast`
 
 # Whether Dynamo is tracing the call. A wrapper would take two calls more in every region.
 tracing = torch.compiler.is_dynamo_compiling

@@ -87,7 +87,5 @@ def _lacks_float8(index: int) -> str:
 def is_eager(tensor: Tensor) -> bool:
     """Whether operators compute with this tensor at once: it is plain, and nothing traces or fakes operators."""
     return (
-        type(tensor) in (Tensor, Parameter)
-        and (n_dispatch_modes() == 0 or only_observed())
-        and tracing_state() is None
+        type(tensor) in (Tensor, Parameter) and (n_dispatch_modes() == 0 or only_observed()) and tracing_state() is None
     )

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-_locks: list[tuple[str, str]] = []      # module and name
+_locks: list[tuple[str, str]] = []  # module and name
 
 
 def renewed_lock(module: str, name: str) -> threading.RLock:
@@ -17,7 +17,7 @@ def renewed_lock(module: str, name: str) -> threading.RLock:
     return threading.RLock()
 
 
-_clearing = threading.RLock()       # the forking thread holds it during a fork; reentrant, since a handler may fork too
+_clearing = threading.RLock()  # the forking thread holds it during a fork; reentrant, since a handler may fork too
 
 
 def clear_torch_cache() -> None:
@@ -37,6 +37,4 @@ def _renew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
-    os.register_at_fork(
-        before=_clearing.acquire, after_in_parent=_clearing.release, after_in_child=_clearing.release
-    )
+    os.register_at_fork(before=_clearing.acquire, after_in_parent=_clearing.release, after_in_child=_clearing.release)

@@ -12,12 +12,20 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 
 __all__ = [
-    "CALL", "EAGER", "TRACED", "BatchNorm", "InstanceNorm", "has_hooks", "is_flat", "put_hooks", "request_kwargs",
+    "CALL",
+    "EAGER",
+    "TRACED",
+    "BatchNorm",
+    "InstanceNorm",
+    "has_hooks",
+    "is_flat",
+    "put_hooks",
+    "request_kwargs",
     "take_hooks",
 ]
 
 CALL = Module._call_impl.__code__
-EAGER, TRACED = "ampkit", "ampkit.traced"       # keys of the hooks: constant, since torch.compile guards on them
+EAGER, TRACED = "ampkit", "ampkit.traced"  # keys of the hooks: constant, since torch.compile guards on them
 
 
 def request_kwargs(module: Module | None) -> None:
@@ -26,7 +34,7 @@ def request_kwargs(module: Module | None) -> None:
     Without such hooks a key in this table has no effect; copies and pickles of the module contain one more string.
     """
     table = None if module is None else vars(module).get("_forward_pre_hooks_with_kwargs")
-    if table is not None:       # scripted modules have none
+    if table is not None:  # scripted modules have none
         table[EAGER] = table[TRACED] = True
 
 

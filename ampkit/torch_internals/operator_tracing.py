@@ -12,8 +12,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
-    "FakeTensor", "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number",
-    "node_name", "node_sequence_number", "only_observed", "storage_key", "without_dispatch",
+    "FakeTensor",
+    "ObserverMode",
+    "OpOverload",
+    "StorageWeakRef",
+    "current_node",
+    "is_opaque",
+    "next_sequence_number",
+    "node_name",
+    "node_sequence_number",
+    "only_observed",
+    "storage_key",
+    "without_dispatch",
 ]
 
 without_dispatch = torch._C._DisableTorchDispatch
@@ -61,6 +71,10 @@ def storage_key(tensor: Tensor) -> int:
 def is_opaque(tensor: Tensor) -> bool:
     """Whether a tensor's values cannot be read as strided memory: sparse, nested, quantized, meta, fake, zero."""
     return (
-        tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
-        or tensor._is_zerotensor() or isinstance(tensor, FakeTensor)
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_meta
+        or tensor.is_nested
+        or tensor._is_zerotensor()
+        or isinstance(tensor, FakeTensor)
     )

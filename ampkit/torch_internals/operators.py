@@ -11,9 +11,21 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
-    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "argument_names", "canonical", "current_device_type",
-    "dtype_overload", "has_any_kernel", "is_composite", "is_dispatched", "listed_as", "operator_names",
-    "privateuse1_name", "python_binding", "takes_numbers",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "argument_names",
+    "canonical",
+    "current_device_type",
+    "dtype_overload",
+    "has_any_kernel",
+    "is_composite",
+    "is_dispatched",
+    "listed_as",
+    "operator_names",
+    "privateuse1_name",
+    "python_binding",
+    "takes_numbers",
 ]
 
 

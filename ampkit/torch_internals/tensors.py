@@ -23,11 +23,11 @@ _c10d: Any = dist.distributed_c10d if dist.is_available() else None
 def owns_its_memory(weight: Tensor) -> bool:
     """Whether nothing else can write to a weight's memory: no alias, no array it was made from, no other process."""
     if type(weight) is not Parameter and type(weight) is not Tensor:
-        return False        # tensors inside the subclass may hold its memory, and others may use them
+        return False  # tensors inside the subclass may hold its memory, and others may use them
     storage = weight.untyped_storage()
     return (
         _use_count(storage._cdata) == _use_count_alone()
-        and storage.resizable()         # the memory of arrays, files and DLPack is not
+        and storage.resizable()  # the memory of arrays, files and DLPack is not
         and not (weight.is_cpu and storage.is_shared())
     )
 
@@ -57,11 +57,11 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
-        ctx.set_materialize_grads(False)        # without an incoming gradient the weight has none either, not zeros
+        ctx.set_materialize_grads(False)  # without an incoming gradient the weight has none either, not zeros
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None if grad is None else grad.to(ctx.dtype), None
 
 

@@ -21,6 +21,7 @@ class Examples(Extension):
 
 def as_markdown(text: str) -> str:
     """A docstring with fences around its code."""
+
     def literal(found: re.Match[str]) -> str:
         return f":\n\n```python\n{textwrap.dedent(found['block']).strip()}\n```\n\n"
 

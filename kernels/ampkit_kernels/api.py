@@ -96,9 +96,7 @@ def norm_and_check(
 
 
 @torch.no_grad()
-def multiply_(
-    grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto"
-) -> None:
+def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto") -> None:
     """Multiply gradients in place by a factor on their device, unless it is 1 or `found_inf` is set.
 
     The device decides. inf and NaN are multiplied as any value; nothing is checked. Never synchronizes. Moves 8 bytes
@@ -288,8 +286,17 @@ def adamw_(
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
     ops.adamw_(
-        {**lists, "steps": steps}, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-        maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
+        {**lists, "steps": steps},
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        multiplier=multiplier,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        cache=cache,
     )
 
 
@@ -350,8 +357,16 @@ def sgd_(
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     ops = select(impl, params[0].device) if params else reference
     ops.sgd_(
-        lists, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
-        multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
+        lists,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        multiplier=multiplier,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        cache=cache,
     )
 
 
@@ -412,7 +427,7 @@ def _step_lists(
     for name, tensors in by_name.items():
         if tensors is None:
             continue
-        if name == "grads":     # only read, so a copy may replace one
+        if name == "grads":  # only read, so a copy may replace one
             tensors = resolved(tensors)
         check_resolved(op, name, tensors)
         plain[name] = strided_floats(tensors, op)

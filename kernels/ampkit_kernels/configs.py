@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor, sm_80 to sm_100
-INTERPRETED_MULTIPROCESSORS = 2     # of the interpreter: few, so that tests cross from program to program
+INTERPRETED_MULTIPROCESSORS = 2  # of the interpreter: few, so that tests cross from program to program
 _NO_SWITCH = contextlib.nullcontext()
-CURRENT_CUDA = torch.device("cuda")     # without an index: the current device of the thread
+CURRENT_CUDA = torch.device("cuda")  # without an index: the current device of the thread
 
 
 def resident_programs(registers: int, num_warps: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["Quantized", "Scaling", "quantize"]
 
-SMALLEST_AMAX = 1e-12       # of a group, so that zeros stay zeros and no scale is infinite
+SMALLEST_AMAX = 1e-12  # of a group, so that zeros stay zeros and no scale is infinite
 
 
 class Scaling(NamedTuple):
@@ -72,5 +72,5 @@ def scale_of(amax: Tensor, scaling: Scaling) -> Tensor:
     scale = (torch.finfo(scaling.dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
     if not scaling.power_of_2:
         return scale
-    power = torch.exp2(torch.floor(torch.log2(scale)))      # not a bit mask, which DTensor computes wrongly
-    return torch.where(power > scale, power * 0.5, power)   # log2 rounds up right below a power of 2
+    power = torch.exp2(torch.floor(torch.log2(scale)))  # not a bit mask, which DTensor computes wrongly
+    return torch.where(power > scale, power * 0.5, power)  # log2 rounds up right below a power of 2

@@ -55,9 +55,7 @@ def _unsupported(device: torch.device) -> str | None:
     if device.type == "cpu":
         if interpreting():
             return None
-        return (
-            "the tensors are on the CPU: set TRITON_INTERPRET=1 before Triton is imported to run its interpreter"
-        )
+        return "the tensors are on the CPU: set TRITON_INTERPRET=1 before Triton is imported to run its interpreter"
     if device.type != "cuda":
         return f"the tensors are on {device.type}; the kernels run on CUDA devices"
     if interpreting():
@@ -84,7 +82,7 @@ def _fault(device: torch.device) -> str | None:
         from .triton_ops.scale import compile_one
 
         compile_one(device)
-    except Exception as error:      # the compiler, the linker, the file system and ptxas raise different types
+    except Exception as error:  # the compiler, the linker, the file system and ptxas raise different types
         message = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
         return (
             f"Triton cannot compile here ({message}); it needs a C compiler, Python's headers and a writable cache "

@@ -17,8 +17,8 @@ from .float8_scaling import quantize as quantize
 from .tensor_lists import by_dtype, written_in_place
 
 INF = float("inf")
-COPIED = 1 << 24    # gradient elements that a norm copies at a time: 64 MiB
-PIECE = 1 << 20     # elements that an optimizer's step works on at a time; it needs up to 100 bytes for each
+COPIED = 1 << 24  # gradient elements that a norm copies at a time: 64 MiB
+PIECE = 1 << 20  # elements that an optimizer's step works on at a time; it needs up to 100 bytes for each
 _DTYPE = attrgetter("dtype")
 
 
@@ -33,10 +33,9 @@ def host_value(scalar: Tensor) -> float:
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """max |x| of each tensor with elements, as one vector: float64 if any tensor is, else float32; NaN wins, then inf.
-    """
+    """max |x| of each tensor with elements, as one vector: float64 if any tensor is, else float32; NaN wins, then inf."""
     filled = [t for t in tensors if t.numel()]
-    dtype = torch.float64 if torch.float64 in set(map(_DTYPE, filled)) else torch.float32   # Metal has no fp64
+    dtype = torch.float64 if torch.float64 in set(map(_DTYPE, filled)) else torch.float32  # Metal has no fp64
     if not filled:
         return torch.zeros(1, dtype=dtype, device=tensors[0].device if tensors else "cpu")
     if filled[0].device.type == "cpu":  # where an infinity norm takes twenty times as long as aminmax
@@ -56,7 +55,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
             return
     else:
         for group in by_dtype(grads):
-            if group[0].is_cuda and group[0].dtype is torch.bfloat16:   # which torch's CUDA operator refuses
+            if group[0].is_cuda and group[0].dtype is torch.bfloat16:  # which torch's CUDA operator refuses
                 for g in group:
                     g.mul_(inv_scale)
             else:
@@ -68,9 +67,7 @@ def _set_unless(finite: Tensor, found_inf: Tensor) -> None:
     found_inf.copy_(torch.where(finite, found_inf, 1.0))
 
 
-def norm_and_check(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0
-) -> Tensor:
+def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
     """Norm of grads * inv_scale without writing them; see `ampkit_kernels.norm_and_check`.
 
     A finite norm of any order above 0 proves that every element was finite, so on the host elements are checked only
@@ -86,7 +83,7 @@ def norm_and_check(
     on_host, has_powers = is_on_host(inv_scale), norm_type not in (0.0, INF)
     if not on_host:
         _set_unless(_unscaled_is_finite(filled, inv_scale), found_inf)
-        if has_powers:      # powers of scaled elements may overflow or vanish, which nothing here can see
+        if has_powers:  # powers of scaled elements may overflow or vanish, which nothing here can see
             return _total_unscaled(filled, inv_scale, norm_type, out_dtype)
     factor = (inv_scale if inv_scale.ndim == 0 else inv_scale.reshape(())) if norm_type != 0 else 1.0
     norm = _total(filled, norm_type, out_dtype) * factor
@@ -128,7 +125,7 @@ def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float
             # A 0-d factor would leave the products in 16 bits.
             products = [g * factor[None] for g in part] if is_half else torch._foreach_mul(part, factor)
             norms += torch._foreach_norm(products, norm_type, dtype=dtype)
-            del products    # before the next copies are made
+            del products  # before the next copies are made
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
@@ -372,8 +369,12 @@ def _weight(row: dict[str, Tensor], acc: torch.dtype) -> Tensor:
 
 
 def _store(
-    values: list[tuple[Tensor, Tensor]], exact: list[tuple[Tensor, Tensor]], skip: Tensor | None,
-    row: dict[str, Tensor], numbers: Tensor | None, is_last: bool,
+    values: list[tuple[Tensor, Tensor]],
+    exact: list[tuple[Tensor, Tensor]],
+    skip: Tensor | None,
+    row: dict[str, Tensor],
+    numbers: Tensor | None,
+    is_last: bool,
 ) -> None:
     """Write new values, or where a device flag says skip, the old values again.
 

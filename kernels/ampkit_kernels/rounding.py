@@ -34,9 +34,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-STEP = 0x9E3779B97F4A7C15 - 2**64   # what a step adds to a stream: 2**64 over the golden ratio, as a signed number
+STEP = 0x9E3779B97F4A7C15 - 2**64  # what a step adds to a stream: 2**64 over the golden ratio, as a signed number
 HALF = 0x8000
-REMAINDER = torch.float16            # the dtype of tensors that hold remainders
+REMAINDER = torch.float16  # the dtype of tensors that hold remainders
 _UINT32 = 2**32 - 1
 
 

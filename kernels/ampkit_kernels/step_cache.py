@@ -14,7 +14,7 @@ from .tensor_lists import ALIGNMENT, PLAIN, all_aligned
 
 _DTYPE, _NBYTES, _SHAPE = attrgetter("dtype"), attrgetter("nbytes"), attrgetter("shape")
 _Columns = list[list[int]]
-_COMPARED_ALWAYS = 2    # lists: parameters and gradients, which may be other objects at every step
+_COMPARED_ALWAYS = 2  # lists: parameters and gradients, which may be other objects at every step
 
 
 @dataclass
@@ -51,7 +51,7 @@ class StepCache:
 
     def __init__(self) -> None:
         self._launches: list[Launch] = []
-        self.device = torch.device("cpu")   # of the lists
+        self.device = torch.device("cpu")  # of the lists
 
     def fits(self, lists: Sequence[Sequence[Tensor]]) -> bool:
         """Whether `launch` can step these lists, given in the order of `fill`."""
@@ -66,7 +66,7 @@ class StepCache:
                     and len(tensors) == len(references)
                     and all(map(is_, tensors, map(call, references)))
                 ):
-                    continue    # the same objects
+                    continue  # the same objects
                 if _facts(tensors) != facts:
                     return False
                 if references is not None:
@@ -74,7 +74,7 @@ class StepCache:
             if any(map(Tensor.is_neg, lists[1])):
                 return False
             columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
-        except (RuntimeError, TypeError):   # tensors without contiguity or address, such as sparse ones; other objects
+        except (RuntimeError, TypeError):  # tensors without contiguity or address, such as sparse ones; other objects
             return False
         if columns != self._columns:
             if not self._moved_alike(columns, lists):

@@ -84,8 +84,7 @@ def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
 def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
     if hasattr(t, "to_local"):
         raise TypeError(
-            f"{op}: tensor {index} is a {type(t).__name__}; kernels work on local storage: "
-            f"pass tensor.to_local()"
+            f"{op}: tensor {index} is a {type(t).__name__}; kernels work on local storage: pass tensor.to_local()"
         )
     if t.layout is torch.sparse_coo:
         t = t._values()
@@ -199,8 +198,7 @@ def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
     for i, t in enumerate(tensors):
         if t.device != first:
             raise ValueError(
-                f"{op}: tensor {i} is on {t.device}, tensor 0 on {first}; "
-                f"expected one device: call once per device"
+                f"{op}: tensor {i} is on {t.device}, tensor 0 on {first}; expected one device: call once per device"
             )
 
 
@@ -209,9 +207,7 @@ def check_parallel(op: str, **lists: Sequence[Tensor]) -> None:
     (first_name, first), *others = lists.items()
     for name, tensors in others:
         if len(tensors) != len(first):
-            raise ValueError(
-                f"{op}: got {len(tensors)} {name} for {len(first)} {first_name}; expected one for each"
-            )
+            raise ValueError(f"{op}: got {len(tensors)} {name} for {len(first)} {first_name}; expected one for each")
         shapes, expected = list(map(_SHAPE, tensors)), list(map(_SHAPE, first))
         if shapes != expected:
             i = next(i for i, pair in enumerate(zip(shapes, expected, strict=True)) if pair[0] != pair[1])

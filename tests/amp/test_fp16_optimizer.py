@@ -68,7 +68,7 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
     assert (stats.steps, stats.skips) == (10, 1)
     printed = "" if kind.startswith("ampkit") else "step skipped; the loss scale is"
     assert printed in capsys.readouterr().out
-    report = optimizer.scaler.overflow_report(model)        # the masters' gradients are gone by now
+    report = optimizer.scaler.overflow_report(model)  # the masters' gradients are gone by now
     assert {row.name for row in report} == {name for name, _ in model.named_parameters()}
 
 
@@ -168,7 +168,7 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(error, match=message):
             refused()
-    assert not remainders._optimizer_step_pre_hooks     # of a wrapper that was never made
+    assert not remainders._optimizer_step_pre_hooks  # of a wrapper that was never made
     loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"on gradients of another backward; call optimizer.backward"):
         optimizer.step()

@@ -48,7 +48,7 @@ def test_what_a_level_is(opt_level: str, low: str, dtype: torch.dtype) -> None:
     assert model(x if opt_level == "O1" else x.double()).dtype is torch.float32
     assert seen == [torch.float32 if opt_level == "O0" else dtype]
     if opt_level != "O0":
-        model, _ = set_up(opt_level, cast_model_outputs=torch.float16)      # dtype: the device's own
+        model, _ = set_up(opt_level, cast_model_outputs=torch.float16)  # dtype: the device's own
         model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
         assert model(x).dtype is torch.float16
         assert seen[1:] == [torch.get_autocast_dtype("cpu")]
@@ -72,8 +72,11 @@ def test_a_level_is_its_parts_to_the_bit(opt_level: str, dtype: torch.dtype | No
         masters = MasterWeights(by_hand_optimizer)
         masters.load_state_dict({"masters": [weight for p, weight in start.items() if p.dtype is dtype]})
     model, optimizer = set_up(
-        opt_level, optimizer_of=lambda model: OPTIMIZERS[kind](model.parameters()), dtype=dtype,
-        loss_scale=rule if scaled else None, policy=Policy.default("cpu") if opt_level == "O1" else None,
+        opt_level,
+        optimizer_of=lambda model: OPTIMIZERS[kind](model.parameters()),
+        dtype=dtype,
+        loss_scale=rule if scaled else None,
+        policy=Policy.default("cpu") if opt_level == "O1" else None,
     )
     for batch in batches(12):
         by_hand_optimizer.zero_grad()
@@ -128,7 +131,10 @@ def test_o2_masters_stay_within_the_derived_bound_of_float32(dtype: torch.dtype)
     y = x @ truth + 0.5 * torch.randn(n)
     assert lr <= 2 / float(torch.linalg.matrix_norm(2 / n * x.T @ x, 2))
     model, optimizer = set_up(
-        "O2", nn.Linear(d, 1, bias=False), lambda model: torch.optim.SGD(model.parameters(), lr=lr), dtype=dtype,
+        "O2",
+        nn.Linear(d, 1, bias=False),
+        lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+        dtype=dtype,
         loss_scale=64.0 if dtype is torch.float16 else 1.0,
     )
     (master,) = master_params(optimizer)
@@ -153,7 +159,9 @@ def test_o2_masters_stay_within_the_derived_bound_of_float32(dtype: torch.dtype)
 def test_memory_per_parameter(opt_level: str) -> None:
     """Bytes held for each weight after backward and after step with AdamW, as docs/levels.md has them."""
     model, optimizer = set_up(
-        opt_level, nn.Linear(64, 64, bias=False), lambda model: AdamW(model.parameters()),
+        opt_level,
+        nn.Linear(64, 64, bias=False),
+        lambda model: AdamW(model.parameters()),
         dtype=None if opt_level == "O0" else torch.bfloat16,
     )
 
@@ -222,12 +230,15 @@ def test_an_overflow_is_printed_reported_and_leaves_no_flag_behind(
 ) -> None:
     """`test_a_level_is_its_parts_to_the_bit` has what it skips."""
     model, optimizer = set_up(
-        opt_level, optimizer_of=lambda model: torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=fused),
-        dtype=torch.float16, loss_scale="dynamic", verbosity=1,
+        opt_level,
+        optimizer_of=lambda model: torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=fused),
+        dtype=torch.float16,
+        loss_scale="dynamic",
+        verbosity=1,
     )
-    scaler, = loss_scalers(optimizer)
+    (scaler,) = loss_scalers(optimizer)
     for bad in (False, True, False):
-        model.zero_grad()       # enough: each step drops the masters' gradients
+        model.zero_grad()  # enough: each step drops the masters' gradients
         backward(loss_of(model) * 1e30 if bad else loss_of(model), optimizer)
         optimizer.step()
         assert bool(scaler.found_inf(optimizer)) is bad
@@ -236,7 +247,7 @@ def test_an_overflow_is_printed_reported_and_leaves_no_flag_behind(
         assert not bad or "head.weight" in str(scaler.overflow_report(model))
     optimizer.zero_grad()
     backward(loss_of(model) * 1e30, optimizer)
-    optimizer.zero_grad()       # drops that batch, and its overflow
+    optimizer.zero_grad()  # drops that batch, and its overflow
     backward(loss_of(model), optimizer)
     optimizer.step()
     assert (scaler.stats().steps, scaler.stats().skips) == (3, 1)
@@ -254,9 +265,12 @@ def test_an_overflow_skips_every_optimizer_of_its_loss_and_no_other(
     Two networks that are trained together do not step apart, whichever of them overflows.
     """
     towers, optimizers = set_up(
-        opt_level, [nn.Linear(4, 4), nn.Linear(4, 4)],
+        opt_level,
+        [nn.Linear(4, 4), nn.Linear(4, 4)],
         lambda towers: [torch.optim.SGD(tower.parameters(), 0.1, fused=fused) for tower in towers],
-        dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=2.0**8), num_losses=3,
+        dtype=torch.float16,
+        loss_scale=DynamicLossScale(init_scale=2.0**8),
+        num_losses=3,
     )
     for bad_loss in (bad, None):
         before = [[p.detach().clone() for p in master_params(optimizer)] for optimizer in optimizers]
@@ -280,7 +294,7 @@ def test_an_exception_inside_puts_gradients_back() -> None:
     backward(loss_of(model), optimizer)
     grads = [p.grad.clone() for p in model.parameters()]
     with model.conv.weight.register_hook(lambda grad: 1 / 0), pytest.raises(ZeroDivisionError):
-        backward(loss_of(model), optimizer)     # after the head has its gradients
+        backward(loss_of(model), optimizer)  # after the head has its gradients
     torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=0, atol=0)
     backward(loss_of(model), optimizer)
     optimizer.step()
@@ -301,13 +315,16 @@ def test_backward_reads_nothing_and_an_ordinary_step_one_flag(cls: Any, expected
 def test_on_cuda_levels_train_without_waiting_for_the_device(opt_level: str, dtype: torch.dtype) -> None:
     """With an optimizer that skips on the device, an overflow among the steps included."""
     model, optimizer = set_up(
-        opt_level, make().cuda(), lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9), dtype=dtype,
+        opt_level,
+        make().cuda(),
+        lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9),
+        dtype=dtype,
         loss_scale="dynamic",
     )
     x, y = (tensor.cuda() for tensor in BATCH)
     losses = []
     for index in range(12):
-        torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")     # the first steps allocate and compile
+        torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")  # the first steps allocate and compile
         try:
             optimizer.zero_grad()
             losses.append(loss_of(model, (x, y)))

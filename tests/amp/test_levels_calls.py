@@ -56,14 +56,20 @@ def test_options_that_make_no_sense() -> None:
         with pytest.raises(error, match=message):
             set_up(opt_level, model, **options)
     assert type(model) is Net
-    set_up("O0", model)      # nothing was changed
+    set_up("O0", model)  # nothing was changed
 
 
-@pytest.mark.parametrize(("opt_level", "options"), [
-    ("O0", {"loss_scale": "128.0", "master_weights": False}), ("O2", {"keep_batchnorm_fp32": False}),
-    ("O2", {"master_weights": False}), ("O2", {"loss_scale": "dynamic", "min_loss_scale": 4.0}),
-    ("O3", {"keep_batchnorm_fp32": "True", "master_weights": True, "loss_scale": "dynamic"}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("opt_level", "options"),
+    [
+        ("O0", {"loss_scale": "128.0", "master_weights": False}),
+        ("O2", {"keep_batchnorm_fp32": False}),
+        ("O2", {"master_weights": False}),
+        ("O2", {"loss_scale": "dynamic", "min_loss_scale": 4.0}),
+        ("O3", {"keep_batchnorm_fp32": "True", "master_weights": True, "loss_scale": "dynamic"}),
+    ],
+    ids=str,
+)
 def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, Any]) -> None:
     model, optimizer = set_up(opt_level, dtype=None if opt_level == "O0" else torch.float16, **options)
     before = [p.detach().clone() for p in model.parameters()]
@@ -77,8 +83,13 @@ def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, Any]
 CASTS: dict[str, tuple[str, dict[str, Any], torch.dtype, torch.dtype, bool]] = {
     # level, Apex's overrides, dtype of weights, dtype that the first layer meets, scaled
     "O0, half": ("O0", {"cast_model_type": torch.float16}, torch.float16, torch.float16, False),
-    "O0, float32": ("O0", {"cast_model_type": torch.float32, "patch_torch_functions": False}, torch.float32,
-                    torch.float32, False),
+    "O0, float32": (
+        "O0",
+        {"cast_model_type": torch.float32, "patch_torch_functions": False},
+        torch.float32,
+        torch.float32,
+        False,
+    ),
     "O0, False": ("O0", {"cast_model_type": False}, torch.float32, torch.float64, False),
     "O1": ("O1", {"cast_model_type": False, "patch_torch_functions": True}, torch.float32, torch.float64, True),
     "O1, float32": ("O1", {"cast_model_type": torch.float32}, torch.float32, torch.float32, True),
@@ -95,10 +106,17 @@ CASTS: dict[str, tuple[str, dict[str, Any], torch.dtype, torch.dtype, bool]] = {
 def test_what_is_cast_as_apex_says_it(case: str) -> None:
     """With all of its properties given by name; and the model trains."""
     opt_level, overrides, weights, inputs, scaled = CASTS[case]
-    rest = dict.fromkeys((
-        "keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs", "min_loss_scale",
-        "cast_model_type", "patch_torch_functions",
-    ))
+    rest = dict.fromkeys(
+        (
+            "keep_batchnorm_fp32",
+            "master_weights",
+            "loss_scale",
+            "cast_model_outputs",
+            "min_loss_scale",
+            "cast_model_type",
+            "patch_torch_functions",
+        )
+    )
     model, optimizer = set_up(
         opt_level, **{**rest, "num_losses": 1, "max_loss_scale": 2.0**24, "enabled": True, **overrides}
     )
@@ -125,9 +143,14 @@ def test_what_is_cast_as_apex_says_it(case: str) -> None:
     assert not [name for (name, param), old in pairs if torch.equal(param, old)]
 
 
-@pytest.mark.parametrize(("opt_level", "override"), [
-    ("O1", {"patch_torch_functions": False}), ("O2", {"cast_model_type": False}), ("O3", {"cast_model_type": False}),
-])
+@pytest.mark.parametrize(
+    ("opt_level", "override"),
+    [
+        ("O1", {"patch_torch_functions": False}),
+        ("O2", {"cast_model_type": False}),
+        ("O3", {"cast_model_type": False}),
+    ],
+)
 def test_a_level_without_its_casts_trains_in_float32_to_the_bit(opt_level: str, override: dict[str, Any]) -> None:
     runs = [set_up("O0"), set_up(opt_level, loss_scale=128.0, **override)]
     losses = [train(model, optimizer, batches(3)) for model, optimizer in runs]
@@ -184,7 +207,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
     MasterWeights(with_masters)
     larc.optim = None
     shared, with_remainders = [sgd(model), sgd(model)], optim.AdamW(other.parameters(), masters="remainder")
-    plain, on_patched = torch.optim.SGD(model.head.parameters(), lr=0.1), sgd(patched)   # the first of some parameters
+    plain, on_patched = torch.optim.SGD(model.head.parameters(), lr=0.1), sgd(patched)  # the first of some parameters
     for arguments, error, message in (
         (("resnet50",), TypeError, "models holds a str; expected a torch.nn.Module, or a list of them"),
         ((make().half(),), RuntimeError, "parameter conv.weight is torch.float16; expected a float32 model.*half"),
@@ -207,7 +230,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
             initialize(*arguments)
     assert {p.dtype for p in (*model.parameters(), *other.parameters())} == {torch.float32}
     del patched.forward
-    initialize([model, other, patched], [plain, sgd(other), on_patched], "O2", verbosity=0)      # nothing had changed
+    initialize([model, other, patched], [plain, sgd(other), on_patched], "O2", verbosity=0)  # nothing had changed
 
 
 def test_a_16_bit_parameter_outside_the_models_gets_a_master_from_its_own_value() -> None:
@@ -248,7 +271,7 @@ def test_calls_out_of_order_are_refused() -> None:
         backward(1.0, optimizer)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match="loss_id is 1; expected 0 to 0, or pass num_losses to initialize, which is 1"):
         backward(loss_of(model), optimizer, loss_id=1)
-    model, optimizer = set_up("O0")     # which steps on anything
+    model, optimizer = set_up("O0")  # which steps on anything
     optimizer.step()
     loss_of(model).backward()
     optimizer.step()
@@ -268,7 +291,7 @@ def test_delayed_gradients_meet_no_other_scale() -> None:
     optimizer.step()
     optimizer.zero_grad()
     backward(loss_of(models[0]), optimizer, delay_unscale=True)
-    optimizer.zero_grad()       # gives the accumulation up
+    optimizer.zero_grad()  # gives the accumulation up
     backward(loss_of(models[0]), optimizer, loss_id=1)
     optimizer.step()
     optimizer.zero_grad()
@@ -285,7 +308,8 @@ def test_checkpoints_are_float32_and_resume_to_the_bit(opt_level: str, dtype: to
 
     def start() -> tuple[nn.Module, torch.optim.Optimizer]:
         return set_up(
-            opt_level, optimizer_of=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
+            opt_level,
+            optimizer_of=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
             dtype=None if opt_level == "O0" else dtype,
         )
 
@@ -319,7 +343,7 @@ def test_a_wrapper_saves_and_loads_the_masters_too_and_copies_hold_none() -> Non
     nn.Sequential(model).load_state_dict(changed)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    train(model, optimizer, batches(1))     # nothing rounds the masters on the way
+    train(model, optimizer, batches(1))  # nothing rounds the masters on the way
     assert set(model.head.weight.flatten().tolist()) == {1.0}
     assert {value for p in master_params(optimizer) for value in p.flatten().tolist()} == {1.0 + 2.0**-20}
     for copied in copies:

@@ -50,11 +50,14 @@ def sides_of(case: Case, device: torch.device) -> list[str]:
     if isinstance(case, training.Training):
         return trainer.ways(case.variant, device)
     if isinstance(case, tuning.Tuning):
-        return [tuning.SHIPPED]         # the rest is what compiles
+        return [tuning.SHIPPED]  # the rest is what compiles
     small: dict[type[Case], dict[str, Any]] = {
-        kernels.Kernel: {"shapes": lambda: [(3,)]}, host.Host: {"count": getattr(case, "groups", 1)},
-        Scaling: {"tensors": 2, "elements": 10}, float8.Quantize: {"rows": 16, "columns": 16},
-        float8.Linear: {"rows": 16, "width": 16}, WeightCasts: {"weights": 2},
+        kernels.Kernel: {"shapes": lambda: [(3,)]},
+        host.Host: {"count": getattr(case, "groups", 1)},
+        Scaling: {"tensors": 2, "elements": 10},
+        float8.Quantize: {"rows": 16, "columns": 16},
+        float8.Linear: {"rows": 16, "width": 16},
+        WeightCasts: {"weights": 2},
     }
     case = dataclasses.replace(case, **small.get(type(case), {}))
     sides = case.sides(CPU)
@@ -72,18 +75,28 @@ def spoil(case: Case, sides: dict[str, Any], name: str) -> None:
         case.check(sides)
 
 
-@pytest.mark.parametrize(("workload", "variant"), [
-    (lambda: workloads.digits(4), Variant()), (lambda: workloads.resnet(8, (1, 2, 2), 2, 64, 5), Variant()),
-    pytest.param(lambda: workloads.lstm(16, 2, 2, 5, 32), Variant(), marks=pytest.mark.skipif(
-        not LSTM_IN_16_BITS, reason="no 16-bit LSTM in oneDNN on this CPU")),
-    (gpt, Variant(BF16, 4)), (gpt, Variant(FP16, 2, clip=True)), (gpt, Variant(scaled=True)),
-    (gpt, Variant(run="around")), (gpt, Variant(run="compiled")),
-])
+@pytest.mark.parametrize(
+    ("workload", "variant"),
+    [
+        (lambda: workloads.digits(4), Variant()),
+        (lambda: workloads.resnet(8, (1, 2, 2), 2, 64, 5), Variant()),
+        pytest.param(
+            lambda: workloads.lstm(16, 2, 2, 5, 32),
+            Variant(),
+            marks=pytest.mark.skipif(not LSTM_IN_16_BITS, reason="no 16-bit LSTM in oneDNN on this CPU"),
+        ),
+        (gpt, Variant(BF16, 4)),
+        (gpt, Variant(FP16, 2, clip=True)),
+        (gpt, Variant(scaled=True)),
+        (gpt, Variant(run="around")),
+        (gpt, Variant(run="compiled")),
+    ],
+)
 def test_every_way_of_training_gets_to_the_same_loss(
     workload: Callable[[], workloads.Workload], variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache saves all but one of the casts of the 17 weights and biases in torch's list: counted in a step."""
-    compile_ = torch.compile        # to generate code takes minutes
+    compile_ = torch.compile  # to generate code takes minutes
     monkeypatch.setattr(torch, "compile", lambda model, backend="": compile_(model, backend="eager"))
     case = training.Training(name="tiny", variant=variant, workload=workload)
     sides = case.sides(CPU)
@@ -93,7 +106,7 @@ def test_every_way_of_training_gets_to_the_same_loss(
     assert losses["fp32"] != losses[TORCH]
     if variant.accumulation == 4:
         facts = {way: sides[way].facts() for way in (TORCH, SAME_LIST, KEPT)}
-        n_weights = 2 * 4 * 2 + 1       # two blocks of four linears with biases; the tied head
+        n_weights = 2 * 4 * 2 + 1  # two blocks of four linears with biases; the tied head
         assert facts[SAME_LIST]["copies"] == facts[TORCH]["copies"] == facts[KEPT]["copies"] + 3 * n_weights
         assert facts[SAME_LIST]["peak_bytes"] > 0
     spoil(case, sides, SAME_LIST)

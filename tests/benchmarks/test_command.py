@@ -79,8 +79,11 @@ def test_what_stops_a_run_before_its_first_case(
 ) -> None:
     """Wrong options; a red gate, whose tests exist and whose verdict is pytest's."""
     (tmp_path / "file").touch()
-    wrong = {"no case for 'cpu' matches": ["nothing"], "above 0": ["--effort", "0"],
-             "--out: cannot write into": ["--out", str(tmp_path / "file" / "out")]}
+    wrong = {
+        "no case for 'cpu' matches": ["nothing"],
+        "above 0": ["--effort", "0"],
+        "--out: cannot write into": ["--out", str(tmp_path / "file" / "out")],
+    }
     if not torch.cuda.is_available():
         wrong["no CUDA device"] = ["--device", "cuda"]
     for said, arguments in wrong.items():
@@ -119,7 +122,7 @@ def test_a_run_goes_on_where_the_process_ended(
     assert (status, list(rows)) == (130, ["good"])
     assert {"torch", "triton", "commit", "dirty", "device", "gate"} <= rows["good"]["environment"].keys()
     first = path.read_text()
-    path.write_text(first + first[:30])     # cut off in the middle of a line
+    path.write_text(first + first[:30])  # cut off in the middle of a line
     status, rows = run([Fake(name="good", first=ends), *others], "--resume")
     assert (status, list(rows)) == (1, ["good", "deadly", "broken", "lunar"])
     assert "sides" in rows["good"]
@@ -144,17 +147,21 @@ def test_the_page_shows_the_results_that_are_kept() -> None:
     assert {change.verdict for change in compare.compare(rows, rows)} == {"same"}
 
 
-def test_a_comparison_finds_what_changed_beyond_its_spread(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_finds_what_changed_beyond_its_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def write(name: str, **ratios: tuple[float, float]) -> str:
         for case, (ratio, width) in ratios.items():
             spread = {"median": ratio, "low": ratio - width, "high": ratio + width}
             environment = {"commit": "abc", "torch": "2", "device": "a machine", "date": "today"}
-            results.append(tmp_path / name, {
-                "family": "training", "name": case, "base": TORCH, "environment": environment,
-                "sides": {TORCH: {}, AMPKIT: {"ratio": spread}},
-            })
+            results.append(
+                tmp_path / name,
+                {
+                    "family": "training",
+                    "name": case,
+                    "base": TORCH,
+                    "environment": environment,
+                    "sides": {TORCH: {}, AMPKIT: {"ratio": spread}},
+                },
+            )
         return str(tmp_path / name)
 
     old = write("old", slower=(1.0, 0.01), faster=(1.0, 0.01), noisy=(1.0, 0.5), little=(1.0, 0.001), gone=(1.0, 0.01))

@@ -40,8 +40,15 @@ def filled(model: nn.Sequential, value: float) -> nn.Sequential:
 def cnn() -> nn.Module:
     """Convolutions, batch norm with its counters, and pooling, whose winners differ in low precision."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 4),
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 4),
     )
 
 
@@ -57,7 +64,7 @@ def attention(x: Tensor, qkv: nn.Module) -> Tensor:
 
 
 def recomputed(x: Tensor, layers: nn.Module) -> Tensor:
-    return checkpoint(layers, x, use_reentrant=False)   # type: ignore[return-value]
+    return checkpoint(layers, x, use_reentrant=False)  # type: ignore[return-value]
 
 
 def gated(x: Tensor, gate: nn.Module, expert: nn.Module) -> Tensor:

@@ -35,7 +35,7 @@ class Fault(NamedTuple):
     """A planted fault, and the answers that a report must give."""
 
     name: str
-    tool: str               # nonfinite, precision or loop
+    tool: str  # nonfinite, precision or loop
     build: Callable[[], tuple[nn.Module, Step]]
     source: Callable[..., Any]
     op: str
@@ -64,14 +64,23 @@ def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 def planted(
-    op: str, cause: str, change: str, *, dtype: torch.dtype = F32, kind: str = "none", tool: str = "nonfinite",
-    loss: Callable[[Tensor], Tensor] = lambda y: y.float().mean(), module: str = "2",
-    source: Callable[..., Any] | None = None, name: str = "",
+    op: str,
+    cause: str,
+    change: str,
+    *,
+    dtype: torch.dtype = F32,
+    kind: str = "none",
+    tool: str = "nonfinite",
+    loss: Callable[[Tensor], Tensor] = lambda y: y.float().mean(),
+    module: str = "2",
+    source: Callable[..., Any] | None = None,
+    name: str = "",
 ) -> Callable[[Any], Any]:
     """A function of a layer's output, (8, 16), as the last layer; in a model of `dtype`, or in a region with it.
 
     `source`: the function with the line, if it is another one.
     """
+
     def add(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         low = dtype if kind == "none" else F32
 
@@ -84,9 +93,17 @@ def planted(
             optimizer.step()
             return out.detach()
 
-        whole(tool, cause, change, op, module, source=source or function, name=name or function.__name__,
-              model=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function)).to(low),
-              state=lambda parameters: (SGD(parameters), torch.randn(8, 16).to(low)))(step)
+        whole(
+            tool,
+            cause,
+            change,
+            op,
+            module,
+            source=source or function,
+            name=name or function.__name__,
+            model=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function)).to(low),
+            state=lambda parameters: (SGD(parameters), torch.randn(8, 16).to(low)),
+        )(step)
         return function
 
     return add
@@ -99,15 +116,25 @@ def table(rows: list[tuple[str, Callable[[Tensor], Tensor], str, str, str]], **h
 
 
 def whole(
-    tool: str, cause: str, change: str, op: str = "", module: str = "", *, model: Callable[[], nn.Module],
-    state: Callable[[Any], Any] | None = None, scale: float = 0.0, before: int = 0,
-    source: Callable[..., Any] | None = None, name: str = "",
+    tool: str,
+    cause: str,
+    change: str,
+    op: str = "",
+    module: str = "",
+    *,
+    model: Callable[[], nn.Module],
+    state: Callable[[Any], Any] | None = None,
+    scale: float = 0.0,
+    before: int = 0,
+    source: Callable[..., Any] | None = None,
+    name: str = "",
 ) -> Callable[[Any], Any]:
     """A function as the step: of the model, and of an optimizer and a scaler where they are asked for.
 
     `state`: makes the optimizer, or other memory, of the parameters. `scale`: with which the scaler begins.
     `before`: so many steps run without a tool.
     """
+
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         def build() -> tuple[nn.Module, Step]:
             torch.manual_seed(0)

@@ -70,7 +70,7 @@ def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro:
     assert training.scaler.get_scale() < 2.0**24, "nothing was skipped"
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
     assert report.gradient_error < 1e-2
-    assert report.scale == training.scaler.get_scale()      # of the last step
+    assert report.scale == training.scaler.get_scale()  # of the last step
 
 
 def test_find_nonfinite_leaves_scaler_and_optimizer_as_they_were() -> None:
@@ -95,7 +95,7 @@ def test_gradients_are_taken_before_the_loop_clears_them(cls: Any, scale: float)
     if scale == 2.0**4:
         assert {name: error.norm for name, error in report.gradients.items()} == pytest.approx(norms, rel=1e-6)
         assert report.gradient_error < 1e-2
-    else:       # the scaler skips the step
+    else:  # the scaler skips the step
         assert report.gradient_error == math.inf
 
 

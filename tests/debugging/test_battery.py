@@ -13,16 +13,16 @@ from ampkit.debugging.operator_facts import facts_of
 from tests.debugging import battery, battery_threads
 from tests.debugging.planted import FAULTS, Fault, judged
 
-ROWS = battery, battery_threads      # importing them plants their faults
+ROWS = battery, battery_threads  # importing them plants their faults
 
 pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 # Faults with the answers that are missing or wrong.
 MISSING: dict[str, set[str]] = {
-    "gumbel_noise": {"cause"},          # the row of an inf that is absorbed, in place of that of the NaN
-    "average_of_a_bfloat16_model": {"line", "cause", "change"},     # an average that is copied, not updated in place
-    "zeroed_for_each_micro_batch": {"line", "cause", "change"},     # gradients that are cleared between micro-batches
+    "gumbel_noise": {"cause"},  # the row of an inf that is absorbed, in place of that of the NaN
+    "average_of_a_bfloat16_model": {"line", "cause", "change"},  # an average that is copied, not updated in place
+    "zeroed_for_each_micro_batch": {"line", "cause", "change"},  # gradients that are cleared between micro-batches
 }
-if not battery.NEWEST:      # before torch 2.15 it is aten::lift_fresh, which makes the number that is assigned
+if not battery.NEWEST:  # before torch 2.15 it is aten::lift_fresh, which makes the number that is assigned
     MISSING |= {"an_infinity_assigned": {"op"}, "nan_where_a_mask_is_set": {"op"}}
 
 
@@ -104,7 +104,7 @@ def test_the_named_operator_is_to_blame(fault: Fault) -> None:
     finding = report.findings[0]
     kind, index = finding.cause.kind, finding.origin.index
     if kind in ("constant", "arrived", "from inf") or finding.origin.dtype == "complex64" or not broken(model, loss):
-        return      # the operator is not to blame, nothing is left to see, or `Intervene` does not do complex numbers
+        return  # the operator is not to blame, nothing is left to see, or `Intervene` does not do complex numbers
     in_forward = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
     for place, cured in ((index, True), (index - 1, False)):
         model, step = fault.build()

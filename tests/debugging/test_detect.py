@@ -147,7 +147,7 @@ def test_memory_that_no_operator_wrote() -> None:
     with debugging.detect_nonfinite(on_found="record") as report:
         memory = torch.empty(3)
         memory.data_ptr()
-        memory.untyped_storage().fill_(255)     # type: ignore[attr-defined]  # a NaN that no operator wrote
+        memory.untyped_storage().fill_(255)  # type: ignore[attr-defined]  # a NaN that no operator wrote
         (memory * 2).sum()
     assert report.findings[0].cause.kind == "uninitialized"
 
@@ -156,14 +156,15 @@ def test_a_compiled_model_and_a_closure() -> None:
     model = overflowing()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     compiled: Any = torch.compile(model, backend="aot_eager")
-    report = recorded(lambda: optimizer.step(step_of(compiled)), compiled)      # type: ignore[arg-type]
+    report = recorded(lambda: optimizer.step(step_of(compiled)), compiled)  # type: ignore[arg-type]
     assert report.findings[0].origin.module == "1"
-    assert report.findings[0].origin.phase == "forward"     # though the optimizer calls the closure
+    assert report.findings[0].origin.phase == "forward"  # though the optimizer calls the closure
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")       # of Dynamo, on the input of the function
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of Dynamo, on the input of the function
 def test_a_compiled_step_that_is_finite_is_the_answer() -> None:
     """Only the eager run is not finite: the report has a note and no finding."""
+
     @torch.compile(backend="aot_eager")
     def function(x: Tensor) -> Tensor:
         return x * 2 if torch.compiler.is_compiling() else x / 0
@@ -201,10 +202,10 @@ def test_small_unsigned_integers_are_inputs_too() -> None:
 
 def test_an_error_of_the_users_own_stays() -> None:
     """Half a step proves nothing of an inf that might have been absorbed; a NaN loss explains the error."""
-    with pytest.raises(KeyError), debugging.detect_nonfinite():     # noqa: PT012
+    with pytest.raises(KeyError), debugging.detect_nonfinite():  # noqa: PT012
         torch.zeros(2).log()
         raise KeyError
-    with pytest.raises(debugging.NonFiniteError) as raised, debugging.detect_nonfinite():   # noqa: PT012
+    with pytest.raises(debugging.NonFiniteError) as raised, debugging.detect_nonfinite():  # noqa: PT012
         loss = (torch.zeros(1) / 0).sum()
         raise ValueError(f"loss is {loss.item()}")
     assert isinstance(raised.value.__context__, ValueError)

@@ -92,10 +92,15 @@ def example(name: str) -> None:
 
 
 LOOPS: list[Callable[[], None]] = [
-    *(functools.partial(loop, cls) for cls in (GradScaler, torch.amp.GradScaler) for loop in (
-        scheduler_by_epoch, keywords_and_sparse_gradients, critic_without_scaling, layers_one_by_one)),
-    *(functools.partial(example, name) for name in (
-        "scaler_two_losses", "scaler_gan", "scaler_gradient_penalty", "loops_accelerate")),
+    *(
+        functools.partial(loop, cls)
+        for cls in (GradScaler, torch.amp.GradScaler)
+        for loop in (scheduler_by_epoch, keywords_and_sparse_gradients, critic_without_scaling, layers_one_by_one)
+    ),
+    *(
+        functools.partial(example, name)
+        for name in ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty", "loops_accelerate")
+    ),
 ]
 
 
@@ -138,7 +143,7 @@ class Adapter(nn.Module):
 
 def dead(model: nn.Sequential) -> nn.Sequential:
     """No unit of the first layer is ever above 0."""
-    nn.init.constant_(model[0].bias, -100.0)    # type: ignore[arg-type]
+    nn.init.constant_(model[0].bias, -100.0)  # type: ignore[arg-type]
     return model
 
 
@@ -150,8 +155,8 @@ def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     report = train_without_scaler(model, factor, region=region, shift=1.0)
     assert [finding.what for finding in report.loop] == ["gradients underflow in float16, and the loss is not scaled"]
-    finding, = report.loop
-    assert (finding.first, finding.last) == (1, 3)      # of 0 to 3: the first shows that a gradient is 0, not why
+    (finding,) = report.loop
+    assert (finding.first, finding.last) == (1, 3)  # of 0 to 3: the first shows that a gradient is 0, not why
     assert "loss.backward()" in linecache.getline(finding.file, finding.line)
     assert finding.change.startswith("scaler = GradScaler(); scaler.scale(loss).backward()")
 
@@ -164,16 +169,20 @@ class Normalized(nn.Linear):
 
 
 @pytest.mark.parametrize("region", [autocast, torch.autocast])
-@pytest.mark.parametrize(("model", "options"), [
-    (lambda: mlp(8, 16, 1), {}),
-    (lambda: mlp(8, 16, 1), {"factor": 1e-8, "dtype": torch.bfloat16}),
-    (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))), {"shift": 3.0}),
-    (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), {"shift": 3.0}),      # no gradient but 0
-    (Adapter, {}),
-    (lambda: Normalized(8, 8), {}),
-    (lambda: mlp(8, 16, 1), {"factor": 0.0}),
-    (lambda: mlp(8, 16, 1), {"shift": -100.0}),     # a hinge that no sample reaches
-], ids=["fine", "bfloat16", "dead units", "all dead", "adapter", "norm", "no loss", "hinge"])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (lambda: mlp(8, 16, 1), {}),
+        (lambda: mlp(8, 16, 1), {"factor": 1e-8, "dtype": torch.bfloat16}),
+        (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))), {"shift": 3.0}),
+        (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), {"shift": 3.0}),  # no gradient but 0
+        (Adapter, {}),
+        (lambda: Normalized(8, 8), {}),
+        (lambda: mlp(8, 16, 1), {"factor": 0.0}),
+        (lambda: mlp(8, 16, 1), {"shift": -100.0}),  # a hinge that no sample reaches
+    ],
+    ids=["fine", "bfloat16", "dead units", "all dead", "adapter", "norm", "no loss", "hinge"],
+)
 def test_gradients_that_float16_did_not_make_zero(model: Any, options: dict[str, Any], region: Any) -> None:
     torch.manual_seed(0)
     report = train_without_scaler(model(), **options, region=region)
@@ -207,7 +216,7 @@ def test_each_optimizer_and_scaler_counts_for_itself() -> None:
             first_scaler.step(first_optimizer)
             nn.utils.clip_grad_norm_(second.parameters(), 1.0)
             second_scaler.step(second_optimizer)
-            first_scaler.update()       # and not the second
+            first_scaler.update()  # and not the second
     assert ["clipped" in finding.what for finding in report.loop] == [True, False]
     assert report.loop[1].what.startswith("update is not called after step")
     assert report.iterations == 3

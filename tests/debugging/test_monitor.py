@@ -39,10 +39,11 @@ def test_headroom_underflow_and_broken_elements_are_counted() -> None:
         (model(1.0).float() * torch.tensor([32.0, 1e-6, 1.0, 0.0])).sum().backward()
         nothing.step()
     assert monitor.last is not None
-    nearer = pytest.approx(math.log2(65504 / 2048))     # of the two calls
+    nearer = pytest.approx(math.log2(65504 / 2048))  # of the two calls
     assert monitor.last["outputs"]["layers.0"] == {"headroom": nearer, "underflow": 0.5}
     assert monitor.last["gradients"]["layers.0"] == {
-        "headroom": pytest.approx(math.log2(65504 / 32)), "underflow": 0.25,
+        "headroom": pytest.approx(math.log2(65504 / 32)),
+        "underflow": 0.25,
     }
     assert monitor.last["lost_updates"] == {}
     with torch.no_grad():
@@ -64,7 +65,7 @@ def test_updates_that_are_lost_are_counted() -> None:
     assert monitor.last is not None
     assert monitor.last["lost_updates"] == {"values": pytest.approx(2 / 3)}
     assert "updates      66.7% lost of values" in str(monitor)
-    large = nn.Linear(1000, 300, bias=False).bfloat16()     # evenly spaced elements are looked at
+    large = nn.Linear(1000, 300, bias=False).bfloat16()  # evenly spaced elements are looked at
     with torch.no_grad():
         large.weight.fill_(256.0)
         large.weight[:75] = 1.0

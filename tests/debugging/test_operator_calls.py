@@ -35,17 +35,25 @@ def test_tensor_subclasses_take_themselves_apart() -> None:
 def state() -> list[Any]:
     """Numbers of hooks, and functions that a tool wraps."""
     tables = (
-        module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks,
-        optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks,
+        module_hooks._global_forward_hooks,
+        module_hooks._global_forward_pre_hooks,
+        optimizer_hooks._global_optimizer_pre_hooks,
+        optimizer_hooks._global_optimizer_post_hooks,
     )
-    return [*map(len, tables), vars(torch.amp.GradScaler)["step"], vars(GradScaler)["step"], torch.autograd.backward,
-            vars(torch.autocast)["__enter__"], nn.utils.clip_grad_value_]
+    return [
+        *map(len, tables),
+        vars(torch.amp.GradScaler)["step"],
+        vars(GradScaler)["step"],
+        torch.autograd.backward,
+        vars(torch.autocast)["__enter__"],
+        nn.utils.clip_grad_value_,
+    ]
 
 
 def test_nothing_is_left_behind() -> None:
     """Also after an exception. A wrapped function keeps its name."""
     before = state()
-    with pytest.raises(KeyError), detect_nonfinite() as report:     # noqa: PT012  the context's own end is what is tested
+    with pytest.raises(KeyError), detect_nonfinite() as report:  # noqa: PT012  the context's own end is what is tested
         unchanged = [i for i, (old, new) in enumerate(zip(before, state(), strict=True)) if old == new]
         assert unchanged == []
         assert torch.autograd.backward.__name__ == "backward"
@@ -61,17 +69,30 @@ def test_nothing_is_left_behind() -> None:
 WRONG: Any = 3
 
 
-@pytest.mark.parametrize(("call", "error", "says"), [
-    (lambda: detect_nonfinite(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
-    (lambda: compare_precision(lambda: None, WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
-    (lambda: TensorMonitor(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module"),
-    (lambda: TensorMonitor(every=0), ValueError, "every is 0; expected a number of steps, 1 or more"),
-    (lambda: detect_nonfinite(on_found=WRONG), ValueError, "on_found is 3; expected 'raise' or 'record'"),
-    (lambda: compare_precision(lambda: None, None, torch.float16), ValueError,
-     r"reference is torch\.float16; expected torch\.float32 or torch\.float64"),
-    (lambda: find_nonfinite(lambda: None, nn.Linear(1, 1), state=[WRONG]), TypeError,
-     "state holds int, which cannot be put back; expected state_dict and load"),
-])
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: detect_nonfinite(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
+        (
+            lambda: compare_precision(lambda: None, WRONG),
+            TypeError,
+            r"model is int; expected a torch\.nn\.Module, or None",
+        ),
+        (lambda: TensorMonitor(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module"),
+        (lambda: TensorMonitor(every=0), ValueError, "every is 0; expected a number of steps, 1 or more"),
+        (lambda: detect_nonfinite(on_found=WRONG), ValueError, "on_found is 3; expected 'raise' or 'record'"),
+        (
+            lambda: compare_precision(lambda: None, None, torch.float16),
+            ValueError,
+            r"reference is torch\.float16; expected torch\.float32 or torch\.float64",
+        ),
+        (
+            lambda: find_nonfinite(lambda: None, nn.Linear(1, 1), state=[WRONG]),
+            TypeError,
+            "state holds int, which cannot be put back; expected state_dict and load",
+        ),
+    ],
+)
 def test_bad_input(call: Callable[[], Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         call()

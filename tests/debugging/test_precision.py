@@ -43,10 +43,13 @@ def reference_of(step: Callable[[], Tensor]) -> Tensor:
     return comparison.copies.read(result).clone()
 
 
-@pytest.mark.parametrize(("name", "dtype", "reference", "most"), [
-    *((name, dtype, F32, 0.2) for name in MODELS for dtype in (F16, B16)),      # gates may open differently
-    ("mlp", None, F64, 1e-5),
-])
+@pytest.mark.parametrize(
+    ("name", "dtype", "reference", "most"),
+    [
+        *((name, dtype, F32, 0.2) for name in MODELS for dtype in (F16, B16)),  # gates may open differently
+        ("mlp", None, F64, 1e-5),
+    ],
+)
 def test_reference_gradients_are_those_of_a_wider_step(
     name: str, dtype: torch.dtype | None, reference: torch.dtype, most: float
 ) -> None:
@@ -90,7 +93,7 @@ def test_local_propagated_and_amplified_errors_are_what_arithmetic_says() -> Non
     rounding = float((h.float() - x).norm() / x.norm())
 
     def step() -> None:
-        y = x.half() - torch.tensor([1000.0, -3.0])     # exact in float32
+        y = x.half() - torch.tensor([1000.0, -3.0])  # exact in float32
         y.half()
 
     found = errors_of(step)
@@ -116,7 +119,7 @@ def test_what_is_lost_to_zero_is_counted_and_an_overflow_is_infinitely_wrong() -
 def test_a_gradient_that_is_zero_in_exact_arithmetic_does_not_count() -> None:
     model, batch = make("cnn")
     report = compare_precision(lambda: one_step(model, batch, B16), model)
-    bias = report.gradients["0.bias"]     # batch norm takes it out again
+    bias = report.gradients["0.bias"]  # batch norm takes it out again
     assert bias.error > 1
     assert bias.share < 1e-3
     assert report.gradient_error < 0.2
@@ -132,7 +135,7 @@ def test_a_cast_that_casts_nothing_leaves_the_users_own_alone() -> None:
 
     def step() -> None:
         y = x.half().float()
-        z = y.to(torch.float32)     # the same tensor
+        z = y.to(torch.float32)  # the same tensor
         z.add_(0.1)
         z.mul_(x)
         results.append(z)
@@ -182,7 +185,7 @@ def test_an_operator_without_a_wider_kernel_is_named() -> None:
 
 
 def test_a_result_whose_shape_depends_on_values() -> None:
-    x = torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 2**-13])     # all the same in float16
+    x = torch.tensor([1.0, 1.0 + 2**-12, 1.0 + 2**-13])  # all the same in float16
     results = []
     report = compare_precision(lambda: results.append(torch.where(x.half() > 1.0)[0]))
     assert results[0].numel() == 0
@@ -229,9 +232,19 @@ def test_a_cast_keeps_the_values_that_it_was_made_of(step: Callable[[Tensor], Te
     assert torch.equal(reference_of(lambda: step(X.clone())), X)
 
 
-@pytest.mark.parametrize("source", [
-    X.double(), X.view(8, 8).t(), X[8:], X[::2], torch.complex(X, X), X[:1].expand(8), torch.arange(8), X.half(),
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        X.double(),
+        X.view(8, 8).t(),
+        X[8:],
+        X[::2],
+        torch.complex(X, X),
+        X[:1].expand(8),
+        torch.arange(8),
+        X.half(),
+    ],
+)
 def test_a_cast_of_whatever_lies_in_memory(source: Tensor) -> None:
     """Another dtype than float32, a part of some memory, another order."""
     low = torch.complex32 if source.is_complex() else F16
@@ -249,7 +262,7 @@ def test_copies_of_memory_that_is_gone_are_given_back() -> None:
             x = x * 1.0001
             live = sum(copy.flat.untyped_storage().nbytes() for copy in comparison.copies._copies.values())
             most = max(most, live)
-    assert most <= 6 << 20      # one MiB each, sixty of them
+    assert most <= 6 << 20  # one MiB each, sixty of them
 
 
 def test_a_step_needs_little_more_than_three_times_the_memory() -> None:
@@ -299,9 +312,14 @@ def test_results_are_compared_without_any_gradient() -> None:
     assert "results are 0.0" in str(compare_precision(lambda: [x.bfloat16() * 3]))
 
 
-@pytest.mark.parametrize("make", [
-    lambda: torch.linspace(0, 511, 512), lambda: torch.arange(0.0, 512.0), lambda: torch.full((512,), 300.7),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.linspace(0, 511, 512),
+        lambda: torch.arange(0.0, 512.0),
+        lambda: torch.full((512,), 300.7),
+    ],
+)
 def test_numbers_of_a_16_bit_default_dtype_are_compared(make: Callable[[], Tensor]) -> None:
     torch.set_default_dtype(B16)
     try:

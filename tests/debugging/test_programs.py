@@ -22,7 +22,7 @@ from tests.debugging.models import Middle, cnn, mlp
 from tests.debugging.planted import B16, F16, F32, Step, region
 from tests.helpers.ranks import on_ranks
 
-Program = Callable[[], tuple[nn.Module, Step]]      # a model, and a step that trains it
+Program = Callable[[], tuple[nn.Module, Step]]  # a model, and a step that trains it
 INF = math.inf
 PROGRAMS: dict[str, Program] = {}
 
@@ -56,6 +56,7 @@ def program(build: Program) -> Program:
 
 def losing(model: Callable[[], nn.Module], *dtypes: torch.dtype, scales: bool = True) -> Callable[..., Any]:
     """A function of the model that returns the loss of one step; a program for each dtype, bfloat16 unless said."""
+
     def add(loss: Callable[[Any], Tensor]) -> None:
         def build(dtype: torch.dtype) -> tuple[nn.Module, Step]:
             made = model()
@@ -85,7 +86,7 @@ def language_model() -> tuple[nn.Module, Step]:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
     ids = torch.randint(0, 32, (2, 8))
     mask = torch.ones_like(ids)
-    mask[0, :3] = 0     # padding on the left: rows without a key
+    mask[0, :3] = 0  # padding on the left: rows without a key
     labels = ids.masked_fill(mask == 0, -100)
     return trained(model, lambda: model(ids, attention_mask=mask, labels=labels).loss, F16, kind="torch")
 
@@ -94,7 +95,7 @@ def language_model() -> tuple[nn.Module, Step]:
 def speech_recognition(model: Any) -> Tensor:
     logs = model(torch.randn(6, 2, 8)).float().log_softmax(-1)
     lengths, targets = torch.tensor([6, 2]), torch.randint(1, 5, (2, 3))
-    return F.ctc_loss(logs, targets, lengths, torch.tensor([3, 3]), zero_infinity=True)     # one is too short
+    return F.ctc_loss(logs, targets, lengths, torch.tensor([3, 3]), zero_infinity=True)  # one is too short
 
 
 @losing(lambda: nn.LSTM(4, 8, batch_first=True), F32)
@@ -156,7 +157,7 @@ def adversaries() -> tuple[nn.Module, Step]:
 def critic_with_a_penalty(model: Any) -> Tensor:
     x = torch.randn(4, 4, requires_grad=True)
     value = model(x).float().mean()
-    gradient, = torch.autograd.grad(value, x, create_graph=True)
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
     return value + ((gradient.square().sum(-1) + 1e-12).sqrt() - 1).square().mean()
 
 
@@ -226,15 +227,21 @@ def experts_without_tokens(model: Any) -> Tensor:
     weight, chosen = p.topk(1, -1)
     out = torch.zeros(3, 8)
     for i, expert in enumerate(model["experts"]):
-        rows, = torch.where(chosen[:, 0] == i)
+        (rows,) = torch.where(chosen[:, 0] == i)
         out = out.index_add(0, rows, (weight[rows] * expert(x[rows])).float())
     balance = (p.mean(0) * torch.bincount(chosen[:, 0], minlength=4) / 3).sum()
     return out.square().mean() + 0.01 * balance
 
 
-@losing(lambda: nn.ModuleList([
-    nn.EmbeddingBag(16, 8, mode="mean"), nn.Embedding(16, 8, padding_idx=0, max_norm=1.0), nn.Linear(8, 1),
-]))
+@losing(
+    lambda: nn.ModuleList(
+        [
+            nn.EmbeddingBag(16, 8, mode="mean"),
+            nn.Embedding(16, 8, padding_idx=0, max_norm=1.0),
+            nn.Linear(8, 1),
+        ]
+    )
+)
 def tables_with_padding(model: Any) -> Tensor:
     """A bag without words, and words that are padding."""
     words = model[0](torch.tensor([1, 2, 3]), torch.tensor([0, 2, 2]))
@@ -315,8 +322,10 @@ def focal(y: Tensor) -> Tensor:
 
 LABELS = torch.tensor([0, 1, 4, 4])
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    **{function.__name__: function for function in (
-        boxes, collapsed, dice, equal_rewards, focal, noise_of_the_last_step, uncertain)},
+    **{
+        function.__name__: function
+        for function in (boxes, collapsed, dice, equal_rewards, focal, noise_of_the_last_step, uncertain)
+    },
     "adaptive step": lambda y: (y * min(2.0, 0.1 / max(float((y - y).detach().norm()), 1e-8))).float().square().mean(),
     "distillation": lambda y: F.kl_div((y / 2).log_softmax(-1), (torch.randn(4, 6) * 60).softmax(-1), reduction="sum"),
     "ignored words": lambda y: F.cross_entropy(y, torch.tensor([-100, 1, -100, -100])),
@@ -414,8 +423,18 @@ def attention(masked: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{function.__name__: function for function in (
-        beams, forbidden_transitions, in_place_mask, labels_with_gaps, logsumexp_by_hand, online_softmax, slices)},
+    **{
+        function.__name__: function
+        for function in (
+            beams,
+            forbidden_transitions,
+            in_place_mask,
+            labels_with_gaps,
+            logsumexp_by_hand,
+            online_softmax,
+            slices,
+        )
+    },
     "masked_fill": attention(lambda s: s.masked_fill(MASK, -INF)),
     "masked_fill by a tensor": attention(lambda s: s.masked_fill(MASK, torch.tensor(-INF, dtype=s.dtype))),
     "masked_fill in place": attention(lambda s: s.clone().masked_fill_(MASK, -INF)),
@@ -443,11 +462,11 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda y: F.normalize(y.float()),
     "log_softmax of a mask": lambda y: y.masked_fill(torch.arange(WIDTH) == 2, -INF).log_softmax(-1)[..., 3:],
     "greatest of a group": lambda y: torch.full((3, WIDTH), -INF).scatter_reduce(
-        0, (torch.arange(LENGTH) % 3)[:, None].expand(LENGTH, WIDTH), y[0].float(), "amax"),
+        0, (torch.arange(LENGTH) % 3)[:, None].expand(LENGTH, WIDTH), y[0].float(), "amax"
+    ),
     "inf sorted last": lambda y: y.float().masked_fill(y < 0, INF).sort(-1)[0].clamp(max=1.0),
-    "checkpoint": lambda y: checkpoint(
-        lambda z: (1 / (1 + (-60 * z.detach()).half().exp()) + z), y, use_reentrant=False),     # type: ignore[arg-type]
-    "reentrant checkpoint": lambda y: checkpoint(in_place_mask, y, use_reentrant=True),   # type: ignore[arg-type]
+    "checkpoint": lambda y: checkpoint(lambda z: 1 / (1 + (-60 * z.detach()).half().exp()) + z, y, use_reentrant=False),  # type: ignore[arg-type]
+    "reentrant checkpoint": lambda y: checkpoint(in_place_mask, y, use_reentrant=True),  # type: ignore[arg-type]
     "dropout": lambda y: F.dropout(y, 0.5),
 }
 
@@ -510,7 +529,7 @@ def search_along_a_line() -> tuple[nn.Module, Step]:
         loss.backward()
         return loss
 
-    return model, lambda: optimizer.step(closure)   # type: ignore[arg-type]
+    return model, lambda: optimizer.step(closure)  # type: ignore[arg-type]
 
 
 @program
@@ -591,6 +610,7 @@ for dtype in (F16, B16):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_healthy_program(name: str) -> None:
     """No tool finds anything, and the bits are the same under every tool."""
+
     def run(around: Callable[[nn.Module, Step], Any]) -> list[Tensor]:
         torch.manual_seed(0)
         model, step = PROGRAMS[name]()
@@ -642,7 +662,7 @@ def nested(x: Tensor) -> Tensor:
     padding = torch.tensor([[False, False], [False, True]])
     with torch.no_grad():
         nn.TransformerEncoder(layer, 1).eval()(x.detach().view(2, 2, 8), src_key_padding_mask=padding)
-    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged).values()     # type: ignore[no-any-return]
+    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged).values()  # type: ignore[no-any-return]
 
 
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -666,6 +686,7 @@ def test_tensors_of_other_kinds(kind: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     for operator, status in ((torch.tanh, "clean"), (torch.log, "found")):
+
         def step(operator: Any = operator) -> None:
             model.zero_grad()
             operator(OTHERS[kind](model(torch.randn(4, 8))) * (0 if operator is torch.log else 1)).sum().backward()

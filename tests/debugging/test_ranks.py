@@ -33,6 +33,6 @@ def test_the_rank_to_blame(offender: int) -> None:
     assert made["findings"][0]["origin"]["op"] == "aten::reciprocal"
     assert made["findings"][0]["cause"]["kind"] == "undefined"
     assert received["findings"][0]["cause"]["kind"] == "received"
-    assert "received" not in [finding["cause"]["kind"] for finding in made["findings"]]      # it sent a broken value
+    assert "received" not in [finding["cause"]["kind"] for finding in made["findings"]]  # it sent a broken value
     assert f"rank {1 - offender}: " in received["text"]
     assert "received from another rank" in received["text"]

@@ -103,7 +103,7 @@ def test_debug_nonfinite(debug: Command) -> None:
     assert "in 4 steps" in debug.out
     assert debug("nonfinite", "--from-step", "2", "4", "3") == 1
     assert "the loss is -inf in step 3" in debug.out
-    assert debug("nonfinite", "--from-step", "3", "4", "2") == 1    # the parameter is broken by then
+    assert debug("nonfinite", "--from-step", "3", "4", "2") == 1  # the parameter is broken by then
     assert "look at what wrote" in debug.out
     Path(debug.script).unlink()
     assert debug("nonfinite", "4", "2") == 2
@@ -111,11 +111,14 @@ def test_debug_nonfinite(debug: Command) -> None:
 
 
 @pytest.mark.parametrize("tool", ["nonfinite", "precision"])
-@pytest.mark.parametrize(("body", "code", "says"), [
-    ("import sys; sys.exit(4)", 3, "the script ended with exit code 4"),
-    ("raise KeyError('mine')", 3, "the script failed with KeyError: 'mine'"),
-    ("raise KeyboardInterrupt", 130, "the script was interrupted"),
-])
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        ("import sys; sys.exit(4)", 3, "the script ended with exit code 4"),
+        ("raise KeyError('mine')", 3, "the script failed with KeyError: 'mine'"),
+        ("raise KeyboardInterrupt", 130, "the script was interrupted"),
+    ],
+)
 def test_a_script_that_does_not_run_to_its_end_is_inconclusive(
     debug: Command, tool: str, body: str, code: int, says: str
 ) -> None:
@@ -170,7 +173,7 @@ def test_debug_monitor(debug: Command) -> None:
 def test_every_tool_checks_the_loop(debug: Command, tool: list[str]) -> None:
     """Mistakes of the loop come first in the report."""
     scaled = "torch.amp.GradScaler('cpu').scale(loss).backward"
-    float32 = SCRIPT.replace("dtype=torch.float16", "enabled=False")     # the tools have little else to say of it
+    float32 = SCRIPT.replace("dtype=torch.float16", "enabled=False")  # the tools have little else to say of it
     debug.write(float32.replace("loss.backward", scaled).replace("print", "str"))
     assert debug(*tool, "3", "9") == 1
     assert debug.out.startswith("the optimizer steps with scaled gradients")

@@ -21,7 +21,7 @@ class Counting(nn.Module):
         self.register_buffer("replaced", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.written += 1       # type: ignore[operator,assignment]
+        self.written += 1  # type: ignore[operator,assignment]
         self.replaced = self.get_buffer("replaced") + 1
         return self.norm(x)
 

@@ -38,7 +38,7 @@ BLOCK = re.compile(
 SHOWN = re.compile(r"<!-- output of (?P<script>[^\n]+) -->\n```text\n(?P<text>.*?)```", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 GOES_ON = "# goes on from the first example\n"
-LIBRARIES = ("accelerate", "transformers", "lightning", "timm")     # which an environment may lack
+LIBRARIES = ("accelerate", "transformers", "lightning", "timm")  # which an environment may lack
 
 
 @pytest.mark.parametrize("path", DOCUMENTS[1:], ids=lambda path: str(path.relative_to(ROOT)))
@@ -51,7 +51,7 @@ def test_documented_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     text, namespace = path.read_text(encoding="utf-8"), {"__name__": str(path)}
     for found in BLOCK.finditer(text):
-        if found["why"] is None:        # blank lines in front, so that a traceback points into the document
+        if found["why"] is None:  # blank lines in front, so that a traceback points into the document
             line = text.count("\n", 0, found.start("code"))
             exec(compile("\n" * line + found["code"], str(path), "exec"), namespace)
 
@@ -83,14 +83,17 @@ def test_the_readme_shows_what_an_example_prints(monkeypatch: pytest.MonkeyPatch
 
 def test_a_logger_gets_numbers_at_any_time() -> None:
     """From `numbers` of the page on the scaler: without an update or clipping, disabled, resumed."""
-    code = next(found["code"] for found in BLOCK.finditer(SCALER_PAGE.read_text(encoding="utf-8"))
-                if found["code"].startswith("def numbers"))
+    code = next(
+        found["code"]
+        for found in BLOCK.finditer(SCALER_PAGE.read_text(encoding="utf-8"))
+        if found["code"].startswith("def numbers")
+    )
 
     def logged(scaler: ampkit.GradScaler) -> dict[str, float]:
         namespace: dict[str, Any] = {"scaler": scaler}
         exec(code, namespace)
         found = namespace["numbers"]()
-        assert {type(value) for value in found.values()} <= {int, float}    # as SummaryWriter.add_scalar takes them
+        assert {type(value) for value in found.values()} <= {int, float}  # as SummaryWriter.add_scalar takes them
         return found
 
     param = torch.nn.Parameter(torch.ones(1))
@@ -128,7 +131,7 @@ def test_docstring_examples() -> None:
         names += [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     failed = {}
     for name in names:
-        if name.endswith("__main__"):       # runs the command when it is imported
+        if name.endswith("__main__"):  # runs the command when it is imported
             continue
         try:
             module = importlib.import_module(name)

@@ -26,7 +26,8 @@ def test_every_example_is_run_by_a_test() -> None:
     """By its name in this file; the demo and the debugging tools' elsewhere."""
     text = Path(__file__).read_text(encoding="utf-8")
     assert [
-        path.stem for path in EXAMPLES.glob("*.py")
+        path.stem
+        for path in EXAMPLES.glob("*.py")
         if not path.stem.startswith(("debug_", "demo")) and path.stem not in text
     ] == []
 
@@ -80,7 +81,7 @@ def test_one_page_programs_train_with_ampkits_bits() -> None:
     assert json.loads(fresh_python(ONE_PAGE).splitlines()[0]) == expected
     assert {scaler.stats().skips > 0 for scaler in scalers} == {True, False}, "float16 overflows, bfloat16 does not"
     assert len({losses[0] for losses in expected.values()}) == len(expected)
-    assert [value for losses in expected.values() for value in losses if "n" in value] == []     # inf, nan
+    assert [value for losses in expected.values() for value in losses if "n" in value] == []  # inf, nan
 
 
 def test_clipping_names_the_skipped_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +126,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 def test_bfloat16_weights_learn() -> None:
     (found,) = run("optim_bfloat16", ["--steps", "8", "--only", "stochastic moments"]).values()
-    assert found[-1] < 5.8      # bits per character; 6.6 before training
+    assert found[-1] < 5.8  # bits per character; 6.6 before training
 
 
 def test_levels_reach_their_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +163,7 @@ def test_half_models(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_accelerate(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
-    assert run("loops_accelerate") == pytest.approx(0.01 * 0.99**7)    # eight steps, one of them skipped
+    assert run("loops_accelerate") == pytest.approx(0.01 * 0.99**7)  # eight steps, one of them skipped
     said = "step 5 was skipped:\nfinite down to 0.bias; first bad: 0.weight\n  0.weight: 0 inf, 1 NaN"
     assert said in capsys.readouterr().out
 

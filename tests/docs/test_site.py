@@ -31,7 +31,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     expected |= {f"ampkit_kernels.{name}" for name in ampkit_kernels.__all__ if callable(vars(ampkit_kernels)[name])}
     for name in ("amp", "debugging", "optim"):
         expected |= {f"ampkit.{name}.{public}" for public in getattr(ampkit, name).__all__}
-    listed = {name for name in found if not name.startswith("ampkit.integrations.")}   # these need other libraries
+    listed = {name for name in found if not name.startswith("ampkit.integrations.")}  # these need other libraries
     assert not expected - listed
     for name in listed - expected:
         result = pydoc.locate(name)

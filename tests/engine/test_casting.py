@@ -153,11 +153,15 @@ def test_order_of_arguments_does_not_matter():
     assert only_ampkit(lambda: torch.cat([brain, half]), FP16).dtype is FP32
 
 
-@pytest.mark.parametrize("call", [
-    lambda a, b: a.scatter_add(0, torch.tensor([0, 1]), b),
-    lambda a, b: a.index_put((torch.tensor([0, 1]),), b),
-    lambda a, b: torch.lerp(a, b, 0.5),
-], ids=["scatter_add", "index_put", "lerp"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a, b: a.scatter_add(0, torch.tensor([0, 1]), b),
+        lambda a, b: a.index_put((torch.tensor([0, 1]),), b),
+        lambda a, b: torch.lerp(a, b, 0.5),
+    ],
+    ids=["scatter_add", "index_put", "lerp"],
+)
 def test_mixed_dtypes_that_torch_refuses_on_cpu(call):
     """scatter_add, index_put and lerp. Under the default policy these promote on the CPU as on CUDA."""
     with pytest.raises(RuntimeError):
@@ -166,12 +170,16 @@ def test_mixed_dtypes_that_torch_refuses_on_cpu(call):
     assert under_default(lambda: call(rand(2), rand(2, dtype=BF16))).dtype is FP32
 
 
-@pytest.mark.parametrize(("call", "default"), [
-    (lambda: torch.mv(rand(4, 4), rand(4)), BF16),
-    (lambda: torch.dot(rand(4), rand(4)), FP32),
-    (lambda: torch.addmv(rand(4), rand(4, 4), rand(4)), BF16),
-    (lambda: torch.addr(rand(4, 4), rand(4), rand(4)), BF16),
-], ids=["mv", "dot", "addmv", "addr"])
+@pytest.mark.parametrize(
+    ("call", "default"),
+    [
+        (lambda: torch.mv(rand(4, 4), rand(4)), BF16),
+        (lambda: torch.dot(rand(4), rand(4)), FP32),
+        (lambda: torch.addmv(rand(4), rand(4, 4), rand(4)), BF16),
+        (lambda: torch.addr(rand(4, 4), rand(4), rand(4)), BF16),
+    ],
+    ids=["mv", "dot", "addmv", "addr"],
+)
 def test_vector_products_on_cpu(call, default):
     """torch.amp leaves mv, dot, addmv and addr in float32; the default policy does here what torch.amp does on CUDA."""
     assert on_both(call).dtype is FP32
@@ -199,7 +207,10 @@ def test_recurrent_layers(layer, native):
 
 
 ARITHMETIC = {
-    "x * 2.5": lambda x: x * 2.5, "1 - x": lambda x: 1 - x, "x + True": lambda x: x + True, "add_": lambda x: x.add_(1),
+    "x * 2.5": lambda x: x * 2.5,
+    "1 - x": lambda x: 1 - x,
+    "x + True": lambda x: x + True,
+    "add_": lambda x: x.add_(1),
 }
 
 
@@ -242,5 +253,5 @@ def test_named_tensors_are_refused():
 def test_numbers_of_traced_code_beside_an_operator_that_python_calls_with_tensors_alone() -> None:
     """Tracing marks tensors as numbers, which Python gets as numbers; `eq` with them raised once a policy named it."""
     with autocast("cpu", policy=Policy.default("cpu").with_rules({"aten::eq.Tensor": "float32"})):
-        traced = torch.jit.trace(lambda x: 448.0 / x, torch.ones(3))     # it compares its constants
+        traced = torch.jit.trace(lambda x: 448.0 / x, torch.ones(3))  # it compares its constants
         assert torch.equal(traced(torch.full((3,), 2.0)), torch.full((3,), 224.0))

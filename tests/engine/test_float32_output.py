@@ -69,15 +69,18 @@ def test_ineligible_tensors_are_left_alone_and_other_operators_refuse_the_rule()
         POLICY.with_rules({"aten::softmax.int": Rule.LOWER_FLOAT32_OUT})
 
 
-@pytest.mark.parametrize(("call", "shapes"), [
-    (torch.mm, [(2, 3, 4), (4, 3)]),
-    (torch.bmm, [(2, 3, 4), (4, 3)]),
-    (torch.mm, [(3, 5), (4, 3)]),
-    (torch.addmm, [(6, 3), (1, 4), (4, 3)]),
-    (torch.addmm, [(2, 5, 3), (5, 4), (4, 3)]),
-    (torch.baddbmm, [(1, 2, 5, 3), (2, 5, 4), (2, 4, 3)]),
-    (F.linear, [(1, 4), (3, 4), (5, 3)]),
-])
+@pytest.mark.parametrize(
+    ("call", "shapes"),
+    [
+        (torch.mm, [(2, 3, 4), (4, 3)]),
+        (torch.bmm, [(2, 3, 4), (4, 3)]),
+        (torch.mm, [(3, 5), (4, 3)]),
+        (torch.addmm, [(6, 3), (1, 4), (4, 3)]),
+        (torch.addmm, [(2, 5, 3), (5, 4), (4, 3)]),
+        (torch.baddbmm, [(1, 2, 5, 3), (2, 5, 4), (2, 4, 3)]),
+        (F.linear, [(1, 4), (3, 4), (5, 3)]),
+    ],
+)
 def test_shapes_that_lower_refuses_raise(call: Callable[..., Tensor], shapes: list[tuple[int, ...]]) -> None:
     for policy in (POLICY, LOWER):
         with autocast("cpu", BF16, policy=policy), pytest.raises(RuntimeError):
@@ -124,7 +127,7 @@ def test_the_head_of_a_model_with_tied_weights() -> None:
     want, lower = (step(model, x, grad, autocast("cpu", BF16, policy=each)) for each in (policy, LOWER))
     torch.testing.assert_close(want[1:], lower[1:], rtol=0, atol=0)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.warns(UserWarning, match="global hooks"):       # torch's, of rules for modules
+    with pytest.warns(UserWarning, match="global hooks"):  # torch's, of rules for modules
         found = step(compiled, x, grad, autocast("cpu", BF16, policy=policy))
     torch.testing.assert_close(found, want, rtol=0, atol=0)
 
@@ -134,15 +137,16 @@ def test_backward_in_a_region_and_of_itself() -> None:
     x, w, exact = X[0].clone().requires_grad_(), W.clone().requires_grad_(), W.double().requires_grad_()
     with autocast("cpu", BF16, policy=POLICY):
         y = F.linear(x, w).square().sum()
-        inside, = torch.autograd.grad(y, x, create_graph=True)
-        twice, = torch.autograd.grad(inside.sum(), w, retain_graph=True)
+        (inside,) = torch.autograd.grad(y, x, create_graph=True)
+        (twice,) = torch.autograd.grad(inside.sum(), w, retain_graph=True)
     assert torch.equal(inside, torch.autograd.grad(y, x)[0])
-    wanted, = torch.autograd.grad((2 * (X[0].double() @ exact.t()) @ exact).sum(), exact)
+    (wanted,) = torch.autograd.grad((2 * (X[0].double() @ exact.t()) @ exact).sum(), exact)
     torch.testing.assert_close(twice.double(), wanted, rtol=0.05, atol=0.5)
 
 
 def test_cuda_multiplies_16_bit_matrices() -> None:
     """As a graph has it that is made without a GPU."""
+
     def both(x: Tensor, w: Tensor, batches: Tensor) -> tuple[Tensor, Tensor]:
         cast = cast_to("cuda", BF16)
         return product(torch.ops.aten.linear.default, cast, x, w), product(torch.ops.aten.bmm.default, cast, x, batches)

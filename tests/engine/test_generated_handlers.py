@@ -18,12 +18,12 @@ from ampkit.torch_internals.operators import python_binding
 from tests.helpers.op_samples import Call, difference, op_db_calls, region, run
 from tests.helpers.regions import BF16, FP32
 
-DEFAULT = Policy.default("cpu").with_rules({"aten::batch_norm": "float32"})     # as torch's list for MPS has it
+DEFAULT = Policy.default("cpu").with_rules({"aten::batch_norm": "float32"})  # as torch's list for MPS has it
 
 
 @pytest.mark.parametrize("policy", [Policy.torch("cpu"), DEFAULT], ids=lambda policy: policy.base)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.filterwarnings("ignore")       # torch warns once in a process
+@pytest.mark.filterwarnings("ignore")  # torch warns once in a process
 def test_every_sample_comes_out_the_same_in_both_ways(policy: Policy, dtype: torch.dtype) -> None:
     """While its casts are recorded, a region has the general handler for every operator."""
     calls = [call for call in op_db_calls(dtype, 2) if "empty" not in call.name]
@@ -53,7 +53,7 @@ def test_an_operator_of_another_policy_goes_on_below() -> None:
     with autocast("cpu", policy=Policy.torch("cpu")):
         assert torch.softmax(x, -1).dtype is BF16
         assert torch.logsumexp(x, -1).dtype is BF16
-        assert torch.einsum("ij,jk", x.float(), x.float()).dtype is BF16      # a composite: its parts meet the region
+        assert torch.einsum("ij,jk", x.float(), x.float()).dtype is BF16  # a composite: its parts meet the region
         assert torch.pow(x, 2).grad_fn is not None
         assert torch.rsub(x, 1).dtype is BF16
 

@@ -27,11 +27,15 @@ X = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
 PACKED = pack_padded_sequence(X, torch.tensor([5, 3]))
 
 
-@pytest.mark.parametrize(("layer", "args"), [
-    (nn.LSTM(4, 3), (X, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)))),
-    (nn.LSTM(4, 3), (PACKED,)),
-    (nn.GRU(4, 3, num_layers=2, bidirectional=True), (PACKED,)),
-], ids=["with a state", "packed", "packed GRU"])
+@pytest.mark.parametrize(
+    ("layer", "args"),
+    [
+        (nn.LSTM(4, 3), (X, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)))),
+        (nn.LSTM(4, 3), (PACKED,)),
+        (nn.GRU(4, 3, num_layers=2, bidirectional=True), (PACKED,)),
+    ],
+    ids=["with a state", "packed", "packed GRU"],
+)
 def test_states_and_packed_sequences(layer, args):
     """Plain calls are in `test_recurrent_layers` of `test_casting`; gradients are close to float32's."""
     results = []
@@ -61,6 +65,7 @@ def test_dtypes_that_torch_refuses_outside_a_region_run_inside():
 @pytest.mark.parametrize("options", [{"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}])
 def test_layout_is_asked_for_as_the_module_asks(monkeypatch, make, packed, options):
     """If the weights were casts on CUDA."""
+
     class OnCuda(torch.Tensor):
         is_cuda = True
 
@@ -80,8 +85,14 @@ def test_layout_is_asked_for_as_the_module_asks(monkeypatch, make, packed, optio
     (got,) = calls
     assert got[0] == weights
     assert got[1:] == (
-        4 if layer.bias else 2, 4, CUDNN_MODES[layer.mode], 3, 0, layer.num_layers,
-        layer.batch_first and not packed, layer.bidirectional,
+        4 if layer.bias else 2,
+        4,
+        CUDNN_MODES[layer.mode],
+        3,
+        0,
+        layer.num_layers,
+        layer.batch_first and not packed,
+        layer.bidirectional,
     )
 
 

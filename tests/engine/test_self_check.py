@@ -30,7 +30,8 @@ SENTENCE = (
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "an operator with a rule does not compute with the casts of the region": ("mm", lambda a, b: a * b),
     "the casts of a region are not differentiated": (
-        "mm", lambda a, b: torch.matmul(*(each.detach().bfloat16().requires_grad_() for each in (a, b)))
+        "mm",
+        lambda a, b: torch.matmul(*(each.detach().bfloat16().requires_grad_() for each in (a, b))),
     ),
     "an operator without a rule does not fall through the region": ("neg", torch.Tensor.detach),
     "ZeroDivisionError: division by zero": ("mm", lambda a, b: 1 / 0),
@@ -42,7 +43,7 @@ def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: 
     assert self_check.fault() is None
     self_check.once.cache_clear()
     monkeypatch.setattr(torch, *FAULTS[fault])
-    for _ in range(2):      # the second time fails too; with a new cache, so that the region makes a mode
+    for _ in range(2):  # the second time fails too; with a new cache, so that the region makes a mode
         with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu", cache=WeightCache()):
             pytest.fail("the region was entered")
 
@@ -107,7 +108,10 @@ def test_where_a_name_is_missing_all_but_regions_works() -> None:
     search = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MISSING)],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": search},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(line.split(" | ") for line in done.stdout.splitlines())
@@ -130,4 +134,4 @@ def test_the_page_of_versions_is_made_from_the_runs() -> None:
     supported = re.search(r"VERSIONS = \((.*)\)", (ROOT / "noxfile.py").read_text(encoding="utf-8"))
     assert supported is not None
     missing = {version.strip('" ') for version in supported[1].split(",")} - {row[2:].partition("+")[0] for row in rows}
-    assert not missing - {torch.__version__.partition("+")[0]}, "run: make matrix"      # whose row this run may write
+    assert not missing - {torch.__version__.partition("+")[0]}, "run: make matrix"  # whose row this run may write

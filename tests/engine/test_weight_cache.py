@@ -103,7 +103,7 @@ def test_inference_mode():
     regions = torch.autocast("cpu"), autocast("cpu"), autocast("cpu", cache=WeightCache())
     assert [copies(region(lambda: (without_grad(), inside(), inside()))) for region in regions] == [3, 3, 1]
 
-    x = X.clone().requires_grad_()      # so that the cast is saved for backward, which an inference tensor cannot be
+    x = X.clone().requires_grad_()  # so that the cast is saved for backward, which an inference tensor cannot be
     for inside in (True, False):
         leaf = weight()
         with torch.inference_mode(inside), autocast("cpu", cache=WeightCache()), torch.inference_mode():
@@ -113,12 +113,16 @@ def test_inference_mode():
         assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
 
 
-@pytest.mark.parametrize(("write", "seen"), [
-    (lambda p: p.detach().fill_(2.0), True),
-    (lambda p: setattr(p, "data", torch.full((4, 4), 2.0)), True),
-    (lambda p: (p.data, setattr(p, "data", torch.full((4, 4), 2.0))), True),    # the old values live on
-    (lambda p: p.data.fill_(2.0), False),
-], ids=["in place", "data =", "data =, with an alias", "data in place"])
+@pytest.mark.parametrize(
+    ("write", "seen"),
+    [
+        (lambda p: p.detach().fill_(2.0), True),
+        (lambda p: setattr(p, "data", torch.full((4, 4), 2.0)), True),
+        (lambda p: (p.data, setattr(p, "data", torch.full((4, 4), 2.0))), True),  # the old values live on
+        (lambda p: p.data.fill_(2.0), False),
+    ],
+    ids=["in place", "data =", "data =, with an alias", "data in place"],
+)
 def test_write_inside_a_region_is_seen(write, seen):
     """torch.amp goes on with the old cast. A write through `.data` needs a clear."""
     clears = torch.clear_autocast_cache, clear_autocast_cache
@@ -164,6 +168,7 @@ def test_regions_of_two_dtypes():
 
 def test_other_thread_has_a_cache_of_its_own():
     """With torch.amp any thread that leaves its outermost region drops the casts of all."""
+
     def casts(region):
         """How many casts one thread's two products use, seen through what autograd saves."""
         leaf, x, saved = weight(), X.clone().requires_grad_(), []
@@ -406,7 +411,7 @@ def test_weights_whose_memory_others_have_are_recast_in_each_region():
         alias = leaf.detach()
         assert not kept(leaf)
         assert uses(autocast, leaf, cache=(cache := WeightCache())) == (1 if leaf.requires_grad else 3)
-        assert cache.info().entries == 0        # an engine's unsharded weights would otherwise stay until the next
+        assert cache.info().entries == 0  # an engine's unsharded weights would otherwise stay until the next
         del alias
         assert kept(leaf)
     whole = torch.ones(2, 4, 4)
@@ -416,7 +421,7 @@ def test_weights_whose_memory_others_have_are_recast_in_each_region():
     assert not kept(Parameter(torch.ones(4, 4).as_subclass(type("Sub", (torch.Tensor,), {}))))
 
 
-DATA: dict[str, Callable[[Any], Any]] = {       # how adapters are merged, and averages of weights loaded
+DATA: dict[str, Callable[[Any], Any]] = {  # how adapters are merged, and averages of weights loaded
     "copy_": lambda p: p.data.copy_(torch.full((4, 4), 2.0)),
     "+=": lambda p: exec("p.data += 1.0", {"p": p}),
     "a part": lambda p: p.data[:2].fill_(2.0),

@@ -39,7 +39,7 @@ def test_rows_are_dynamic_and_another_rule_compiles_again():
     """Two graphs for training: numbers of rows in multiples of 16, and others, which are padded."""
     counter = CompileCounterWithBackend("aot_eager")
     model = torch.compile(nn.Linear(32, 16), backend=counter, dynamic=True, fullgraph=True)
-    for rows, n_graphs in ((80, 1), (48, 1), (160, 1), (33, 2), (47, 2), (64, 2)):      # none is K or N
+    for rows, n_graphs in ((80, 1), (48, 1), (160, 1), (33, 2), (47, 2), (64, 2)):  # none is K or N
         with fp8(ROWWISE):
             model(torch.randn(rows, 32)).sum().backward()
         assert counter.frame_count == n_graphs
@@ -48,7 +48,7 @@ def test_rows_are_dynamic_and_another_rule_compiles_again():
     assert counter.frame_count == 3
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")      # of the layers' sizes
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning")  # of the layers' sizes
 @pytest.mark.parametrize("rule", RULES)
 def test_traced_code_computes_in_fp8(rule):
     """It can be saved. Differentiating it raises, also with respect to the input where the weights are frozen."""

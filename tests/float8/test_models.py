@@ -13,8 +13,15 @@ from tests.helpers.float8 import BF16, GW_HP, OPERATORS, ROWWISE, RULES, TENSORW
 transformers = pytest.importorskip("transformers", reason="it is in ampkit[dev]")
 
 TEXT = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 IDS = {"input_ids": torch.arange(16).reshape(2, 8) + 3}
 TRANSLATION = {**IDS, "decoder_input_ids": IDS["input_ids"]}
@@ -31,10 +38,22 @@ MODELS = [
     ("OPTForCausalLM", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}, IDS, 7, {}),
     ("BertForMaskedLM", "BertConfig", {}, IDS, 8, {}),
     ("RobertaForMaskedLM", "RobertaConfig", {}, IDS, 8, {}),
-    ("DistilBertForMaskedLM", "DistilBertConfig", {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2}, IDS, 8,
-     {}),
-    ("T5ForConditionalGeneration", "T5Config", {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2},
-     TRANSLATION, 17, {}),
+    (
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2},
+        IDS,
+        8,
+        {},
+    ),
+    (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 2},
+        TRANSLATION,
+        17,
+        {},
+    ),
     ("ViTForImageClassification", "ViTConfig", VISION, IMAGES, 6, {"N is 10, not a multiple of 16": 1}),
 ]
 
@@ -58,7 +77,12 @@ def test_training_in_fp8_follows_bf16():
     text = torch.tensor([ord(c) % 64 for c in "the quick brown fox jumps over the lazy dog. " * 40])
     windows, losses = text.unfold(0, 5, 1), []
     first = nn.Sequential(
-        nn.Embedding(64, 32), nn.Flatten(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(),
+        nn.Embedding(64, 32),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.GELU(),
+        nn.Linear(64, 64),
+        nn.GELU(),
         nn.Linear(64, 64),
     )
     for region in (autocast("cpu", BF16), *map(fp8, RULES)):

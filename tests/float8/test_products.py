@@ -62,7 +62,7 @@ def test_written_down_values(rule, dtype):
     found = step(layer, waves(3, 8, 32, start=0.1).to(dtype), waves(3, 8, 16, start=0.8) / 1024, fp8(rule))
     for each, (*elements, squares) in zip(found, WRITTEN_DOWN[rule, dtype], strict=True):
         assert each.flatten()[:3].tolist() == elements
-        assert each.double().square().sum().item() == pytest.approx(squares, rel=1e-4)     # sums have no fixed order
+        assert each.double().square().sum().item() == pytest.approx(squares, rel=1e-4)  # sums have no fixed order
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -85,8 +85,14 @@ DTYPES = st.sampled_from([FP32, BF16, torch.float16])
 
 @settings(max_examples=25)
 @given(
-    rule=st.sampled_from(RULES), rows=st.lists(st.integers(1, 7), max_size=3), k=st.integers(1, 5), n=st.integers(1, 5),
-    x_dtype=DTYPES, dtype=DTYPES, region=st.sampled_from([BF16, torch.float16]), bias=st.booleans(),
+    rule=st.sampled_from(RULES),
+    rows=st.lists(st.integers(1, 7), max_size=3),
+    k=st.integers(1, 5),
+    n=st.integers(1, 5),
+    x_dtype=DTYPES,
+    dtype=DTYPES,
+    region=st.sampled_from([BF16, torch.float16]),
+    bias=st.booleans(),
 )
 def test_shapes_strides_and_dtypes(rule, rows, k, n, x_dtype, dtype, region, bias):
     """Results are close to float64, gradients have the dtypes of their tensors, strided operands give the same bits."""
@@ -115,7 +121,7 @@ def test_mm_addmm_and_matmul_have_the_bits_of_linear(rule):
             lambda x: x @ layer.weight.t() + layer.bias.bfloat16(),
         ):
             assert same(step(with_forward(layer, call), x, grad, fp8(rule, *OPERATORS)), want)
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())     # as GPT-2's Conv1D has it
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())  # as GPT-2's Conv1D has it
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -256,9 +262,14 @@ class TestReuse:
             layers[0](x)
         assert len(made) == 4 + 3
 
-    @pytest.mark.parametrize("write", [
-        lambda x: x.data.mul_(3), lambda x: setattr(x, "data", x.data.t()), lambda x: x.numpy().fill(2),
-    ])
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda x: x.data.mul_(3),
+            lambda x: setattr(x, "data", x.data.t()),
+            lambda x: x.numpy().fill(2),
+        ],
+    )
     def test_writes_that_autograd_does_not_see_reach_the_next_layer(self, write):
         """To leaves and buffers, which are what such writes go to."""
         layer, x = nn.Linear(64, 48), torch.randn(64, 64)
@@ -277,7 +288,7 @@ class TestReuse:
                     loss = model(x).float().square().mean()
                 loss.backward()
             weights = [call for call in made if call[0] in ((128, 64), (64, 128))]
-            assert len(weights) == n_steps * 3      # the input needs no gradient: the first weight has one form
+            assert len(weights) == n_steps * 3  # the input needs no gradient: the first weight has one form
             assert cache.info().entries == 3 + 2
             assert cache.info().bytes > 3 * 64 * 128
             optimizer.step()

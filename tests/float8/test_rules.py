@@ -91,24 +91,34 @@ def test_a_device_without_fp8_falls_back(monkeypatch):
 
 def test_check_lists_every_linear_layer():
     model = nn.Sequential(
-        nn.Linear(64, 48), nn.Linear(48, 10), nn.ModuleDict({"low": mlp(16), "high": nn.Linear(16, 16)}),
-        nn.Linear(16, 16).double(), nn.Linear(32, 32), nn.LayerNorm(16), Conv1D(48, 10), nn.LazyLinear(16),
+        nn.Linear(64, 48),
+        nn.Linear(48, 10),
+        nn.ModuleDict({"low": mlp(16), "high": nn.Linear(16, 16)}),
+        nn.Linear(16, 16).double(),
+        nn.Linear(32, 32),
+        nn.LayerNorm(16),
+        Conv1D(48, 10),
+        nn.LazyLinear(16),
     )
-    given = policy(GW_HP, "aten::linear", "aten::addmm").for_modules(model, {
-        "2.low.0": Policy.default("cpu"), "2": torch.float32, "2.low.2": torch.bfloat16, "4": policy(ROWWISE)
-    })
+    given = policy(GW_HP, "aten::linear", "aten::addmm").for_modules(
+        model, {"2.low.0": Policy.default("cpu"), "2": torch.float32, "2.low.2": torch.bfloat16, "4": policy(ROWWISE)}
+    )
     wrapped: Any = torch.compile(model)
-    assert list(given.check(wrapped).layers) == str(given.check(model)).splitlines()[4:] == [
-        "0 (48, 64) FLOAT8_ROWWISE_GW_HP",
-        "1 (10, 48) LOWER: N is 10, not a multiple of 16",
-        "2.low.0 (32, 16) LOWER",
-        "2.low.2 (16, 32) FLOAT8_ROWWISE_GW_HP",
-        "2.high (16, 16) float32",
-        "3 (16, 16) LOWER: a float64 weight",
-        "4 (32, 32) FLOAT8_ROWWISE",
-        "6 (48, 10) LOWER: K is 10, not a multiple of 16",
-        "7 (16, 0) FLOAT8_ROWWISE_GW_HP",
-    ]
+    assert (
+        list(given.check(wrapped).layers)
+        == str(given.check(model)).splitlines()[4:]
+        == [
+            "0 (48, 64) FLOAT8_ROWWISE_GW_HP",
+            "1 (10, 48) LOWER: N is 10, not a multiple of 16",
+            "2.low.0 (32, 16) LOWER",
+            "2.low.2 (16, 32) FLOAT8_ROWWISE_GW_HP",
+            "2.high (16, 16) float32",
+            "3 (16, 16) LOWER: a float64 weight",
+            "4 (32, 32) FLOAT8_ROWWISE",
+            "6 (48, 10) LOWER: K is 10, not a multiple of 16",
+            "7 (16, 0) FLOAT8_ROWWISE_GW_HP",
+        ]
+    )
     assert given.check().layers == ()
 
 
@@ -124,7 +134,7 @@ def test_a_record_says_what_was_lost(rule):
     gemms = {("output", "input"), ("output", "weight"), ("input gradient", "gradient"), ("input gradient", "weight")}
     if rule is not GW_HP:
         gemms |= {("weight gradient", "input"), ("weight gradient", "gradient")}
-    first = {gemm for gemm in gemms if gemm[0] != "input gradient"}     # the model's input needs no gradient
+    first = {gemm for gemm in gemms if gemm[0] != "input gradient"}  # the model's input needs no gradient
     assert losses.keys() == {("0", *gemm) for gemm in first} | {("2", *gemm) for gemm in gemms}
     lost = losses["0", "output", "input"]
     scale = 448 / (x.abs().amax(1, keepdim=True) if rule is not TENSORWISE else x.abs().amax())

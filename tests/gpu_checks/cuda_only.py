@@ -118,7 +118,7 @@ def adamw_stays_beside_torchs_fused(device: torch.device) -> None:
         mine.step()
         fused.step()
     for p, q in zip(ours, theirs, strict=True):
-        assert (p - q).abs().max().item() <= 100 * 2.0**-21     # each step within an ulp of numbers around 4
+        assert (p - q).abs().max().item() <= 100 * 2.0**-21  # each step within an ulp of numbers around 4
 
 
 def same_forms(x: torch.Tensor, forms: Sequence[kernels.Scaling | None], device: torch.device) -> None:

@@ -170,7 +170,7 @@ def norms_against_float64(device: torch.device, impl: str = "triton") -> None:
         if device.type == "cuda" or order == 2.0:
             same([norm], [flagged(kernels.norm_and_check, guarded.views, **keywords)[1]], f"{what}, again")
         same(guarded.buffers, before, what)
-    for dtype in FLOATS[:3]:    # squares that overflow set no flag
+    for dtype in FLOATS[:3]:  # squares that overflow set no flag
         grads = [torch.full((300,), torch.finfo(dtype).max, dtype=dtype, device=device)]
         assert flagged(kernels.norm_and_check, grads, factor=1.0, impl=impl)[0] == 0.0
 
@@ -188,12 +188,19 @@ def multiply_leaves_alone(device: torch.device, impl: str = "triton") -> None:
 
 USUAL = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 ADAMW: list[dict[str, Any]] = [
-    {}, {"weight_decay": 0.0, "maximize": True}, {"amsgrad": True, "beta1": 0.3}, {"grads": torch.float16},
-    {"dtype": torch.float64, "amsgrad": True}, {"dtype": torch.float16, "lr": torch.tensor(0.01)},
+    {},
+    {"weight_decay": 0.0, "maximize": True},
+    {"amsgrad": True, "beta1": 0.3},
+    {"grads": torch.float16},
+    {"dtype": torch.float64, "amsgrad": True},
+    {"dtype": torch.float16, "lr": torch.tensor(0.01)},
 ]
 SGD: list[dict[str, Any]] = [
-    {}, {"weight_decay": 0.1, "grads": torch.float16}, {"momentum": 0.9, "nesterov": True, "maximize": True},
-    {"momentum": 0.9, "weight_decay": 0.1, "lr": torch.tensor(0.1)}, {"momentum": 0.9, "dtype": torch.float64},
+    {},
+    {"weight_decay": 0.1, "grads": torch.float16},
+    {"momentum": 0.9, "nesterov": True, "maximize": True},
+    {"momentum": 0.9, "weight_decay": 0.1, "lr": torch.tensor(0.1)},
+    {"momentum": 0.9, "dtype": torch.float64},
 ]
 STATE = {kernels.adamw_: ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"), kernels.sgd_: ("momentum_buffers",)}
 Lists = dict[str, list[Tensor]]
@@ -256,7 +263,7 @@ def steps_within_an_ulp(operation: Callable[..., None], device: torch.device, im
 def adamw_steps_within_an_ulp(device: torch.device, impl: str = "triton") -> None:
     for options in ADAMW:
         steps_within_an_ulp(kernels.adamw_, device, impl, **{**USUAL, **options})
-    for late in (9_999.0, 1_000_000.0):     # bias corrections
+    for late in (9_999.0, 1_000_000.0):  # bias corrections
         results = []
         for where, chosen in ((device, impl), (torch.device("cpu"), "reference")):
             lists = at_the_start(kernels.adamw_, [torch.ones(20)], where)
@@ -326,7 +333,7 @@ def remainders_are_stepped_as_float32(device: torch.device, impl: str = "triton"
     low, wide, skip = torch.bfloat16, torch.float32, scalar(1.0, device)
 
     def numbers(remainders: Sequence[Tensor]) -> list[Tensor]:
-        return [remainder.view(torch.int16) for remainder in remainders]    # as float16 some are NaN
+        return [remainder.view(torch.int16) for remainder in remainders]  # as float16 some are NaN
 
     for operation in STATE:
         kind, step = operation.__name__, functools.partial(stepped, operation, device=device, impl=impl)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Check = Callable[..., None]     # takes a device, and an `impl` where the CPU has the operation too
+Check = Callable[..., None]  # takes a device, and an `impl` where the CPU has the operation too
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
 # Around 16 elements, and around the blocks and chunks of the interpreter's launches (256 and 1024) and of a GPU's.
 SIZES = (0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4097)
-LONG = [3_000_000, 70_001]      # on a GPU; under a memory checker, which is slow, only the shorter one
+LONG = [3_000_000, 70_001]  # on a GPU; under a memory checker, which is slow, only the shorter one
 GUARD = 7.0
 
 

@@ -30,9 +30,14 @@ def gpt(device: torch.device) -> tuple[nn.Module, list[Batch]]:
 def cnn(device: torch.device) -> tuple[nn.Module, list[Batch]]:
     """Two strided convolutions with batch norm and a classifier."""
     model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1, stride=2), nn.BatchNorm2d(64), nn.ReLU(),
-        nn.Flatten(), nn.Linear(64 * 4 * 4, 64),
+        nn.Conv2d(3, 32, 3, padding=1, stride=2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, stride=2),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 64),
     )
     images = torch.randn(STEPS, 16, 3, 16, 16, device=device)
     return model.to(device), [*zip(images, torch.randint(0, 64, (STEPS, 16), device=device), strict=True)]
@@ -93,7 +98,7 @@ def a_captured_iteration_replays(device: torch.device) -> None:
         torch.manual_seed(0)
         model, batches = gpt(device)
         scaler = GradScaler(device.type, init_scale=2.0**10, skip_above=TimesMedian(1e6, window=8))
-        lr = torch.tensor(1e-3, device=device)      # a captured step warns of one that the host holds
+        lr = torch.tensor(1e-3, device=device)  # a captured step warns of one that the host holds
         parts = model, AdamW(model.parameters(), lr=lr), scaler, region
         return batches, functools.partial(iteration, *parts)
 
@@ -105,7 +110,7 @@ def a_captured_iteration_replays(device: torch.device) -> None:
     with torch.cuda.stream(side):
         got = [step(batch).item() for batch in batches[:3]]
     torch.cuda.current_stream(device).wait_stream(side)
-    step.args[1].zero_grad()    # so that the capture does not free gradients of the side stream
+    step.args[1].zero_grad()  # so that the capture does not free gradients of the side stream
     inputs, targets = (part.clone() for part in batches[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -83,13 +83,17 @@ def test_values_of_complex_gradients_are_clipped_by_part() -> None:
     assert param.grad.item() == 1.5 - 1.5j
 
 
-@pytest.mark.parametrize(("grads", "norm_type", "expected"), [
-    # torch returns the dtype of the first norm, so a bfloat16 gradient rounds the whole norm to 8 bits
-    ([torch.ones(1000, dtype=torch.bfloat16), torch.ones(1000)], 2.0, torch.tensor(math.sqrt(2000))),
-    ([torch.ones(9, dtype=torch.float64)], 2.0, torch.tensor(3.0, dtype=torch.float64)),
-    ([torch.zeros(0), torch.tensor([-3.0])], math.inf, torch.tensor(3.0)),          # torch raises
-    ([torch.tensor([1e25, 1e25])], 2.0, torch.tensor(math.sqrt(2) * 1e25)),         # whose squares are inf
-], ids=["mixed", "float64", "empty", "large"])
+@pytest.mark.parametrize(
+    ("grads", "norm_type", "expected"),
+    [
+        # torch returns the dtype of the first norm, so a bfloat16 gradient rounds the whole norm to 8 bits
+        ([torch.ones(1000, dtype=torch.bfloat16), torch.ones(1000)], 2.0, torch.tensor(math.sqrt(2000))),
+        ([torch.ones(9, dtype=torch.float64)], 2.0, torch.tensor(3.0, dtype=torch.float64)),
+        ([torch.zeros(0), torch.tensor([-3.0])], math.inf, torch.tensor(3.0)),  # torch raises
+        ([torch.tensor([1e25, 1e25])], 2.0, torch.tensor(math.sqrt(2) * 1e25)),  # whose squares are inf
+    ],
+    ids=["mixed", "float64", "empty", "large"],
+)
 def test_norms_are_float32_or_wider_and_no_finite_one_is_an_overflow(grads, norm_type, expected) -> None:
     optimizer, scaler = torch.optim.SGD(with_grads(grads), lr=0.0), started(GradScaler, 1.0)
     torch.testing.assert_close(scaler.clip_grad_norm_(optimizer, 1e9, norm_type), expected, rtol=1e-6, atol=0.0)

@@ -75,7 +75,7 @@ def test_uncoalesced_gradients_stay_so_unless_asked() -> None:
     found = {CPU: torch.zeros(())}
     check_finite(gradients, torch.ones(()), found)
     assert (found[CPU].item(), param.grad.is_coalesced()) == (0.0, False)
-    check_finite(gradients, torch.tensor(2e38), found)       # finite apart, not added up
+    check_finite(gradients, torch.tensor(2e38), found)  # finite apart, not added up
     assert found[CPU].item() == 1.0
     found = {CPU: torch.zeros(())}
     check_finite(collect([with_grad(sparse([0, 0], [6e4, 6e4], dtype=torch.float16))]), torch.ones(()), found)

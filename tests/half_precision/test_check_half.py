@@ -23,8 +23,8 @@ class Call(nn.Module):
         return self.function(x)
 
 
-SQUARE = Call(lambda x: (x * 1000.0).square())      # goes beyond float16
-SHIFT = Call(lambda x: (x + 500.0) - 500.0)         # loses digits beside a large number
+SQUARE = Call(lambda x: (x * 1000.0).square())  # goes beyond float16
+SHIFT = Call(lambda x: (x + 500.0) - 500.0)  # loses digits beside a large number
 
 
 class Within(nn.Module):
@@ -50,7 +50,20 @@ def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_propose
     model, x = nn.Sequential(Within(), inner, Within(), nn.LayerNorm(6), SHIFT, nn.Linear(6, 2)), torch.randn(8, 6)
     report = check_half(model, x)
     assert [row.path for row in report.modules] == [
-        "0.first", "0.second", "0", "1.0", "1.1", "1.2", "1", "2.first", "2.second", "2", "3", "4", "5", "",
+        "0.first",
+        "0.second",
+        "0",
+        "1.0",
+        "1.1",
+        "1.2",
+        "1",
+        "2.first",
+        "2.second",
+        "2",
+        "3",
+        "4",
+        "5",
+        "",
     ]
     assert report.too_large == ["1.1"]
     assert report.keep == ["0", "1", "2", "4"]
@@ -61,7 +74,7 @@ def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_propose
     assert [rows["0"].overflows > 0, rows["0.first"].overflows, rows["1.1"].largest > 65504] == [True, 0, True]
     assert rows["0.first"].error == relative(half(model)[0].first(x.half()), model[0].first(x))
     tried = {row.path: row.kept_error for row in report.modules if row.kept_error is not None}
-    assert list(tried) == ["3", "4", "5"]       # without what is kept before
+    assert list(tried) == ["3", "4", "5"]  # without what is kept before
     assert tried["4"] < min(tried["3"], tried["5"])
     text = str(report).splitlines()
     assert [line.split()[0] for line in text[2:-2]] == [row.path or "(the" for row in report.modules]
@@ -104,7 +117,7 @@ def test_parameters_that_do_not_fit() -> None:
     assert "1" in report.keep
     assert "parameters that float16 cannot hold: 1.weight" in str(report)
     assert check_half(model, torch.ones(1, 4), torch.bfloat16).unfit == []
-    report = check_half(model[1], torch.ones(1, 4))     # the model's own, which nothing keeps
+    report = check_half(model[1], torch.ones(1, 4))  # the model's own, which nothing keeps
     assert (report.unfit, report.keep, report.error) == (["weight"], [], math.inf)
     assert math.isnan(report.modules[0].error)
 

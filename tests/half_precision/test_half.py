@@ -32,7 +32,7 @@ class Batch:
 
 FLOAT = torch.ones(1)
 FIXED = (*(torch.ones(1, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)), "text", None, 1.5)
-TREES: tuple[Callable[[Any], Any], ...] = (     # containers of a tensor, at several depths
+TREES: tuple[Callable[[Any], Any], ...] = (  # containers of a tensor, at several depths
     lambda x: x,
     lambda x: [x, (x, ()), Point(x, [x, *FIXED])],
     lambda x: {"a": x, "b": collections.OrderedDict(c=(x,), d=FIXED)},
@@ -45,8 +45,8 @@ TREES: tuple[Callable[[Any], Any], ...] = (     # containers of a tensor, at sev
 def test_trees_come_back_in_their_own_types_with_floats_cast(tree: Callable[[Any], Any], floats: Tensor) -> None:
     value = tree(floats)
     result = cast_tree(value, torch.float16)
-    assert repr(result) == repr(tree(FLOAT.half()))     # has types, dtypes and values
-    assert repr(value) == repr(tree(floats))            # the original is untouched
+    assert repr(result) == repr(tree(FLOAT.half()))  # has types, dtypes and values
+    assert repr(value) == repr(tree(floats))  # the original is untouched
     assert cast_tree(result, torch.float16) is result
 
 
@@ -57,7 +57,7 @@ def test_other_containers() -> None:
     largest = cast_tree(torch.ones(2, 2).max(0), torch.float16)
     assert type(largest) is torch.return_types.max
     assert largest.values.dtype is torch.float16
-    own = types.SimpleNamespace(to=lambda dtype: dtype)     # a batch class with a `to`, as Apex expects of it
+    own = types.SimpleNamespace(to=lambda dtype: dtype)  # a batch class with a `to`, as Apex expects of it
     module = nn.Linear(1, 1)
     assert cast_tree([own, module], torch.float16) == [torch.float16, module]
     assert module.weight.dtype is torch.float32
@@ -220,5 +220,5 @@ def test_what_half_refuses() -> None:
     ):
         with pytest.raises(error, match=message):
             refused()
-    with torch.device("meta"):      # is converted unseen
+    with torch.device("meta"):  # is converted unseen
         assert half(Net()).conv.weight.dtype is torch.float16

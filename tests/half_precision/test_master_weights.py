@@ -176,7 +176,7 @@ def test_state_of_a_used_optimizer_moves_to_the_masters() -> None:
     assert torch.equal(state["exp_avg"], momentum.float())
     assert float(state["step"]) == 1.0
     assert model.head.weight not in optimizer.state
-    for set_to_none in (False, True):       # clears both sides
+    for set_to_none in (False, True):  # clears both sides
         loss_of(model).backward()
         masters.take_gradients_()
         loss_of(model).backward()
@@ -199,7 +199,7 @@ def test_changes_from_outside_are_followed() -> None:
     before = master.detach().clone()
     with torch.no_grad():
         model.conv.weight[0] = 0.0
-    optimizer.step()    # no gradients: nothing but what was followed
+    optimizer.step()  # no gradients: nothing but what was followed
     assert set(master[0].flatten().tolist()) == {0.0}
     assert torch.equal(master[1:], before[1:])
     assert not torch.equal(before, before.bfloat16().float())
@@ -233,7 +233,7 @@ def test_what_is_refused() -> None:
     torch.testing.assert_close([*before], [*masters.masters()], rtol=0, atol=0)
     assert torch.float32 not in {param.dtype for param in remainders.param_groups[0]["params"] if param.ndim > 1}
     loss_of(model).backward()
-    torch.utils.swap_tensors(masters.masters()[-1], nn.Parameter(torch.ones(10, device="meta")))   # as if it had moved
+    torch.utils.swap_tensors(masters.masters()[-1], nn.Parameter(torch.ones(10, device="meta")))  # as if it had moved
     with pytest.raises(RuntimeError, match=r"is on cpu, its float32 master on meta; move the model before"):
         masters.take_gradients_()
     assert model.conv.weight.grad is not None

@@ -11,9 +11,7 @@ Tensors = Iterable[Tensor] | Mapping[str, Tensor]
 def assert_equal(got: Tensors, expected: Tensors, message: object = "") -> None:
     """Assert as many tensors on both sides, of equal dtype, device and values: -0.0 equals 0.0, NaN equals nothing."""
     pair = [dict(side) if isinstance(side, Mapping) else list(side) for side in (got, expected)]
-    torch.testing.assert_close(
-        *pair, rtol=0, atol=0, msg=lambda text: f"{message}\n{text}" if message != "" else text
-    )
+    torch.testing.assert_close(*pair, rtol=0, atol=0, msg=lambda text: f"{message}\n{text}" if message != "" else text)
 
 
 def equal_places(left: Iterable[Tensor], right: Iterable[Tensor]) -> list[int]:

@@ -20,9 +20,7 @@ def policy(rule: Rule, *operators: str, device_type: str = "cpu") -> Policy:
     return Policy.default(device_type).with_rules(dict.fromkeys(operators or ("aten::linear",), rule))
 
 
-def fp8(
-    rule: Rule, *operators: str, dtype: torch.dtype = BF16, device_type: str = "cpu", **options: Any
-) -> autocast:
+def fp8(rule: Rule, *operators: str, dtype: torch.dtype = BF16, device_type: str = "cpu", **options: Any) -> autocast:
     """A region under `policy`."""
     return autocast(device_type, dtype, policy=policy(rule, *operators, device_type=device_type), **options)
 

@@ -53,7 +53,7 @@ def batches(n: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-BATCH, = batches(1)
+(BATCH,) = batches(1)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor] = BATCH) -> Tensor:

@@ -19,7 +19,7 @@ class Case(NamedTuple):
     """A model, a batch for it and the loss between them."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[], Batch]          # inputs and targets, new at every call
+    batch: Callable[[], Batch]  # inputs and targets, new at every call
     loss: Callable[[Tensor, Tensor], Tensor] = loss_of
 
     def loss_of(self, model: nn.Module) -> Tensor:
@@ -31,9 +31,16 @@ class Case(NamedTuple):
 def conv_net() -> nn.Module:
     """Convolutions with batch norm, a pool and a linear head: images (N, 3, H, W) to logits (N, 4)."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 16, 3, padding=1, groups=2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=2),
+        nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
         nn.Linear(16, 4),
     )
 
@@ -87,9 +94,7 @@ class UNet(nn.Module):
 
 
 def _images(size: int, memory_format: torch.memory_format = torch.contiguous_format) -> Callable[[], Batch]:
-    return lambda: (
-        torch.randn(4, 3, size, size).contiguous(memory_format=memory_format), torch.randint(4, (4,))
-    )
+    return lambda: (torch.randn(4, 3, size, size).contiguous(memory_format=memory_format), torch.randint(4, (4,)))
 
 
 def _channels_last_resnet() -> nn.Module:

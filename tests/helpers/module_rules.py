@@ -37,9 +37,9 @@ def dtypes(model, policy, call=None, dtype=BF16):
     seen, handles = {}, []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            handles.append(module.register_forward_hook(
-                lambda module, args, out, name=name: seen.__setitem__(name, out.dtype)
-            ))
+            handles.append(
+                module.register_forward_hook(lambda module, args, out, name=name: seen.__setitem__(name, out.dtype))
+            )
     before = state()
     with autocast("cpu", dtype, policy=policy):
         (call or model)(X)

@@ -77,11 +77,15 @@ def run(
     """
     seed(0)
     args, kwargs = tree_map(_copied, (call.args, call.kwargs))
-    leaves = [
-        leaf.requires_grad_()
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
-    ] if backward else []
+    leaves = (
+        [
+            leaf.requires_grad_()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
+        ]
+        if backward
+        else []
+    )
 
     def gradients(results: list[Any]) -> tuple[Any, ...]:
         outputs = [out for out in results if isinstance(out, torch.Tensor) and out.requires_grad]
@@ -99,9 +103,7 @@ def run(
         return error
 
 
-def run_fake(
-    call: Call, device: str, context: contextlib.AbstractContextManager[Any]
-) -> list[Any] | Exception:
+def run_fake(call: Call, device: str, context: contextlib.AbstractContextManager[Any]) -> list[Any] | Exception:
     """The dtypes and shapes of a call's results with every dense tensor on a fake `device`, or what it raised."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = tree_map(lambda leaf: _moved(leaf, device), (call.args, call.kwargs))

@@ -38,9 +38,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-START = 200      # seconds in which a process has to start
-CONNECT = 20     # seconds in which ranks have to find each other
-_pools: dict[int, list[tuple[ProcessPoolExecutor, BaseProcess]]] = {}   # by the number of ranks: one process for each
+START = 200  # seconds in which a process has to start
+CONNECT = 20  # seconds in which ranks have to find each other
+_pools: dict[int, list[tuple[ProcessPoolExecutor, BaseProcess]]] = {}  # by the number of ranks: one process for each
 
 
 class RankError(AssertionError):
@@ -74,7 +74,7 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, time
                 errors.append(f"rank {rank} died with exit code {process.exitcode}")
             except Exception as error:
                 errors.append(f"rank {rank}:\n{''.join(traceback.format_exception(error))}")
-    if errors:      # ranks may count their groups, and not count alike any more
+    if errors:  # ranks may count their groups, and not count alike any more
         for _, process in pool:
             process.kill()
         raise RankError("\n".join(errors))

@@ -79,7 +79,8 @@ def trains_as_torch(
     assert got.keys() == expected.keys()
     assert len(got) > 20
     different = [
-        name for name, value in expected.items()
+        name
+        for name, value in expected.items()
         if got[name].dtype is not value.dtype or not torch.equal(bits(got[name]), bits(value))
     ]
     assert not different, f"{len(different)} of {len(expected)} differ: {different[:8]}"

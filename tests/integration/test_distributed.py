@@ -101,14 +101,15 @@ def tensor_and_sequence_parallel_have_torchs_bits(rank: int, world: int) -> None
     mesh = init_device_mesh("cpu", (world,))
     tensor = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     sequence = {
-        "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
     }
     x = torch.randn(2, 4, 8)
     for plan, inputs in ((tensor, x), (sequence, distribute_tensor(x, mesh, [Shard(1)]))):
-        model = nn.Sequential(OrderedDict(
-            norm=nn.LayerNorm(8), up=nn.Linear(8, 32), activation=nn.GELU(), down=nn.Linear(32, 8)
-        ))
+        model = nn.Sequential(
+            OrderedDict(norm=nn.LayerNorm(8), up=nn.Linear(8, 32), activation=nn.GELU(), down=nn.Linear(32, 8))
+        )
         exact = parallel_step(copy.deepcopy(model), x, contextlib.nullcontext)
         parallelize_module(model, mesh, plan)
         expected, got = parallel_step(model, inputs, native), parallel_step(model, inputs, ours)
@@ -120,9 +121,14 @@ def tensor_and_sequence_parallel_have_torchs_bits(rank: int, world: int) -> None
             assert error < 0.03, f"{name} is {error:.3f} from float32's"
 
 
-@pytest.mark.parametrize("check", [
-    ddp_has_torchs_bits, fsdp2_has_torchs_bits,
-    sharded_weights_written_between_regions_are_recast, tensor_and_sequence_parallel_have_torchs_bits,
-])
+@pytest.mark.parametrize(
+    "check",
+    [
+        ddp_has_torchs_bits,
+        fsdp2_has_torchs_bits,
+        sharded_weights_written_between_regions_are_recast,
+        tensor_and_sequence_parallel_have_torchs_bits,
+    ],
+)
 def test_on_two_processes(check: Callable[[int, int], None]) -> None:
     on_ranks(check)

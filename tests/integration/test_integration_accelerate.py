@@ -75,13 +75,13 @@ def test_float16_skips_are_seen_and_schedulers_wait(which: str) -> None:
     assert accelerator.scaler.get_scale() == 128.0
     AcceleratorState._reset_state(reset_partial_state=True)
     true = train(make("no"), which)
-    assert seen["norms"][:2] == pytest.approx(true["norms"][:2], rel=1e-2)     # unscaled when they are clipped
+    assert seen["norms"][:2] == pytest.approx(true["norms"][:2], rel=1e-2)  # unscaled when they are clipped
 
 
 def test_bfloat16_with_torchs_policy_is_accelerates_own_training_to_the_bit() -> None:
     """Nothing but the casts changes hands, and a scaler skips the steps of a large norm alone."""
     plain = train(make("bf16"), "foreach")
-    for limit in (None, 0.7, 0.12):     # the norms are 0.22 to 0.63, and clipped to 0.1
+    for limit in (None, 0.7, 0.12):  # the norms are 0.22 to 0.63, and clipped to 0.1
         AcceleratorState._reset_state(reset_partial_state=True)
         scaler = None if limit is None else GradScaler("cpu", loss_scale=NoOpLossScale(), skip_above=limit)
         ours = train(use_ampkit(make("bf16"), policy=Policy.torch("cpu"), scaler=scaler), "foreach")
@@ -135,7 +135,7 @@ def test_unwrapped_models_compute_as_before() -> None:
     accelerator = use_ampkit(make("bf16"))
     model = accelerator.prepare(network())
     assert model(batches(1)[0]).dtype is torch.float32
-    assert accelerator.prepare(model) is model          # not wrapped a second time
+    assert accelerator.prepare(model) is model  # not wrapped a second time
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert torch.equal(plain(batches(1)[0]), network()(batches(1)[0]))
 
@@ -166,7 +166,7 @@ def test_the_scale_resumes_both_ways_with_torchs(tmp_path: Path, ours_saves: boo
 
 def test_refusals_leave_the_accelerator_as_it_was() -> None:
     """Each says what to do."""
-    assert type(use_ampkit(make("no"), policy="torch")) is Accelerator      # a baseline of the same script
+    assert type(use_ampkit(make("no"), policy="torch")) is Accelerator  # a baseline of the same script
     AcceleratorState._reset_state(reset_partial_state=True)
     late, by_hand, odd = make("bf16"), make("bf16"), make("bf16")
     late.prepare(network())

@@ -37,7 +37,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 RUNS: list[tuple[Any, ...]] = [
     *(("16-mixed", name, DynamicLossScale(256.0)) for name in OPTIMIZERS),
-    ("bf16-mixed", "fused", None), ("bf16-mixed", "foreach", NoOpLossScale()),
+    ("bf16-mixed", "fused", None),
+    ("bf16-mixed", "foreach", NoOpLossScale()),
 ]
 
 
@@ -80,7 +81,7 @@ class Module(LightningModule):
 
 def batches() -> DataLoader[Any]:
     inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
-    return DataLoader(inputs, batch_size=4)     # pyright: ignore[reportArgumentType]
+    return DataLoader(inputs, batch_size=4)  # pyright: ignore[reportArgumentType]
 
 
 def fit(module: Module, plugin: Any, folder: Path, *, resume: str | None = None, **settings: Any) -> Trainer:
@@ -88,8 +89,13 @@ def fit(module: Module, plugin: Any, folder: Path, *, resume: str | None = None,
     if not module.automatic_optimization:
         del settings["gradient_clip_val"]
     trainer = Trainer(
-        accelerator="cpu", devices=settings.pop("devices", 1), default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, plugins=[] if plugin is None else [plugin], **settings,
+        accelerator="cpu",
+        devices=settings.pop("devices", 1),
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[] if plugin is None else [plugin],
+        **settings,
     )
     trainer.fit(module, batches(), ckpt_path=resume, weights_only=False)
     return trainer
@@ -116,7 +122,7 @@ def test_every_optimizer_clips(tmp_path: Path, which: str, precision: Any, scale
     ours = Module(which, manual=manual)
     fit(ours, MixedPrecision(precision, "cpu", scaler_of(scale)), tmp_path)
     assert ours.dtypes == {torch.float16 if precision == "16-mixed" else torch.bfloat16}
-    if (manual, which, precision) != (True, "ampkit", "16-mixed"):      # there hooks run before the multiplication
+    if (manual, which, precision) != (True, "ampkit", "16-mixed"):  # there hooks run before the multiplication
         assert ours.norms == pytest.approx(true.norms, rel=0.05)
     for mine, theirs in zip(weights(ours), weights(true), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.0, atol=2e-3)
@@ -150,7 +156,8 @@ def test_an_overflow_is_skipped_logged_and_named(tmp_path: Path, caplog: pytest.
     with caplog.at_level("INFO"):
         trainer = fit(module, sixteen(), tmp_path, callbacks=[ScaleMonitor()], log_every_n_steps=2)
         assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
-            "loss_scale": 128.0, "skipped_steps": 1.0
+            "loss_scale": 128.0,
+            "skipped_steps": 1.0,
         }
         assert "layers.2.weight" in caplog.text
         trainer = fit(Module(), MixedPrecision("bf16-mixed", "cpu"), tmp_path, callbacks=[ScaleMonitor()])

@@ -56,7 +56,7 @@ def test_it_steps_as_timms_own_to_the_bit(mode: str | None) -> None:
 def test_refusals() -> None:
     """Before anything has run."""
     with pytest.raises(TypeError, match="expected an ampkit"):
-        NativeScaler("cpu", scaler=torch.amp.GradScaler("cpu"))     # pyright: ignore[reportArgumentType]
+        NativeScaler("cpu", scaler=torch.amp.GradScaler("cpu"))  # pyright: ignore[reportArgumentType]
     param = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="clip_mode is 'agc' without parameters; expected 'norm' or 'value'"):
         NativeScaler("cpu")(param.sum(), torch.optim.SGD([param]), clip_grad=1.0, clip_mode="agc")

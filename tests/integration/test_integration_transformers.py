@@ -36,7 +36,12 @@ def trainer(folder: Path, model: Network | None = None, **settings: Any) -> Trai
     rows = [{"x": torch.randn(8, generator=draw), "labels": torch.ones(1)} for _ in range(64)]
     settings = {"max_steps": 4, "save_strategy": "no", **settings}
     args = TrainingArguments(
-        str(folder), use_cpu=True, per_device_train_batch_size=8, logging_steps=1, report_to=[], disable_tqdm=True,
+        str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=8,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
         **settings,
     )
     return Trainer(model or Network(), args, train_dataset=rows)
@@ -123,8 +128,17 @@ def test_t5_trains_in_float16_by_what_it_wants_in_float32(tmp_path: Path, policy
     draw = torch.Generator().manual_seed(1)
     rows = [dict(zip(("input_ids", "labels"), torch.randint(1, 64, (2, 8), generator=draw), strict=True))] * 8
     args = TrainingArguments(
-        str(tmp_path), use_cpu=True, per_device_train_batch_size=8, logging_steps=1, report_to=[], disable_tqdm=True,
-        max_steps=12, learning_rate=0.01, lr_scheduler_type="constant", fp16=True, save_strategy="no",
+        str(tmp_path),
+        use_cpu=True,
+        per_device_train_batch_size=8,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=12,
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        fp16=True,
+        save_strategy="no",
         logging_nan_inf_filter=False,
     )
     ours = use_ampkit(Trainer(t5(), args, train_dataset=rows), policy=policy)
@@ -140,7 +154,7 @@ def test_t5_trains_in_float16_by_what_it_wants_in_float32(tmp_path: Path, policy
 def test_refusals(tmp_path: Path) -> None:
     """Each says what to do."""
     plain = trainer(tmp_path)
-    assert use_ampkit(plain) is plain       # for a script's float32 baseline
+    assert use_ampkit(plain) is plain  # for a script's float32 baseline
     with pytest.raises(ValueError, match=r"a scaler with mixed_precision='no'.*fp16=True or bf16=True to TrainingArg"):
         use_ampkit(plain, scaler=small_scale())
     by_hand, trained = trainer(tmp_path, bf16=True), trainer(tmp_path, bf16=True, max_steps=1)

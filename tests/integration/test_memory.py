@@ -85,5 +85,5 @@ def test_a_lasting_cache_costs_its_casts_and_no_more() -> None:
     n_bytes = 2 * sum(p.numel() for p in model.parameters())
     assert torchs.left == 0
     assert mine.peak <= torchs.peak + n_bytes
-    assert mine.left <= n_bytes         # the step has invalidated them; the next use of the cache frees them
+    assert mine.left <= n_bytes  # the step has invalidated them; the next use of the cache frees them
     assert cache.info().bytes == 0

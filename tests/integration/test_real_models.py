@@ -62,14 +62,41 @@ REAL = (
     Real("gpt2", "CausalLM", _SMALL | _TEXT, _text, generates=True),
     Real("llama", "CausalLM", {**_SMALL, **_TEXT, "num_key_value_heads": 1}, _text, generates=True),
     Real("bert", "MaskedLM", _SMALL | _TEXT, _text),
-    Real("t5", "Seq2SeqLM",
-         {"vocab_size": TOKENS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2,
-          "decoder_start_token_id": 0}, _text, generates=True),
+    Real(
+        "t5",
+        "Seq2SeqLM",
+        {
+            "vocab_size": TOKENS,
+            "d_model": 16,
+            "d_ff": 32,
+            "d_kv": 8,
+            "num_layers": 2,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+        _text,
+        generates=True,
+    ),
     Real("vit", "ImageClassification", {**_SMALL, "image_size": 16, "patch_size": 4, "num_labels": 4}, _images),
-    Real("whisper", "SpeechSeq2Seq",
-         {**_TEXT, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-          "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
-          "max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 1}, _speech),
+    Real(
+        "whisper",
+        "SpeechSeq2Seq",
+        {
+            **_TEXT,
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "max_target_positions": 32,
+            "decoder_start_token_id": 1,
+        },
+        _speech,
+    ),
 )
 every_model = pytest.mark.parametrize("real", REAL, ids=lambda real: real.kind)
 
@@ -139,8 +166,13 @@ def test_generation_equals_torchs(real: Real) -> None:
     """`generate()` with beams and its key-value cache: the same tokens and the same scores."""
     model, batch = real.build().eval(), real.batch()
     settings = {
-        "max_new_tokens": 6, "do_sample": False, "num_beams": 2, "pad_token_id": 0, "eos_token_id": None,
-        "output_scores": True, "return_dict_in_generate": True,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "num_beams": 2,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "output_scores": True,
+        "return_dict_in_generate": True,
     }
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with native():
@@ -156,7 +188,13 @@ def test_generation_of_a_wrapped_model_casts_weights_once() -> None:
     """A region per token: with a cache of its own, casts outlive them."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=128, bos_token_id=0, eos_token_id=None,
+        n_layer=4,
+        n_embd=128,
+        n_head=4,
+        vocab_size=1000,
+        n_positions=128,
+        bos_token_id=0,
+        eos_token_id=None,
         pad_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config).eval()

@@ -125,7 +125,8 @@ def innermost_loops(code: Sequence[tuple[int, str]]) -> tuple[tuple[str, ...], .
     branch = re.compile(r"\bBRA(?:\.\w+)* (?:!?U?P\w+, )?(0x[0-9a-f]+)")
     loops = [(int(to, 16), at) for at, text in code for to in branch.findall(text) if int(to, 16) < at]
     innermost = [
-        (start, end) for start, end in loops
+        (start, end)
+        for start, end in loops
         if not any(start <= other and last <= end and (other, last) != (start, end) for other, last in loops)
     ]
     return tuple(

@@ -25,10 +25,16 @@ from tests.kernels.aot import Case
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 NAMES = {dtype: str(name) for dtype, name in {**TRITON_DTYPES, **float8_quantize.FP8}.items()}
 NAMES |= {torch.int64: "i64", torch.int32: "i32"}
-N = 1 << 16     # elements of a list: chunks for every program of a grid
+N = 1 << 16  # elements of a list: chunks for every program of a grid
 # Registers per thread; 64 for other kernels; 128 in float64, and where lists are not aligned.
 CEILINGS = {
-    "unscale": 80, "unscale_into": 96, "norm": 72, "advance": 32, "inverse": 32, "row": 96, "tile": 96,
+    "unscale": 80,
+    "unscale_into": 96,
+    "norm": 72,
+    "advance": 32,
+    "inverse": 32,
+    "row": 96,
+    "tile": 96,
 }
 ONE, FLAG = torch.ones(()), torch.zeros(())
 SCALARS: dict[str, Any] = {"multiplier": ONE, "grad_scale": ONE, "found_inf": FLAG}
@@ -53,7 +59,14 @@ def gradient_passes() -> None:
 def casts() -> None:
     """Masters to halves and back, gradients to master gradients, overwriting and adding; unaligned lists."""
     for source, destination in (
-        (FP32, FP16), (FP32, BF16), (FP16, FP32), (BF16, FP32), (FP64, FP16), (FP64, BF16), (FP16, BF16), (BF16, FP16),
+        (FP32, FP16),
+        (FP32, BF16),
+        (FP16, FP32),
+        (BF16, FP32),
+        (FP64, FP16),
+        (FP64, BF16),
+        (FP16, BF16),
+        (BF16, FP16),
         (FP32, FP32),
     ):
         unscale_into.cast_(numbers(source), numbers(destination))
@@ -65,8 +78,17 @@ def casts() -> None:
 
 
 def step(
-    kind: str, param: torch.dtype, grad: torch.dtype, state: torch.dtype, last: torch.dtype | None = None, *,
-    aligned: bool = True, amsgrad: bool = False, remainder: bool = False, stochastic: bool = False, **options: Any,
+    kind: str,
+    param: torch.dtype,
+    grad: torch.dtype,
+    state: torch.dtype,
+    last: torch.dtype | None = None,
+    *,
+    aligned: bool = True,
+    amsgrad: bool = False,
+    remainder: bool = False,
+    stochastic: bool = False,
+    **options: Any,
 ) -> None:
     """A step of an optimizer; `last` is the dtype of copies."""
     lists = {"params": numbers(param), "grads": numbers(grad, aligned)}
@@ -112,8 +134,16 @@ def single_numbers() -> None:
     count = torch.ones((), dtype=torch.int32)
     for clean in (False, True):
         scale.update_scale_(
-            (ONE, count, count, count, count), FLAG, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,
-            min_scale=1.0, max_scale=2.0, hysteresis=1, refills_when_clean=clean, tolerance=0.0,
+            (ONE, count, count, count, count),
+            FLAG,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=2000,
+            min_scale=1.0,
+            max_scale=2.0,
+            hysteresis=1,
+            refills_when_clean=clean,
+            tolerance=0.0,
         )
     scale.tally_update_(torch.zeros(8, dtype=torch.int64), ONE, ONE, FLAG, [FLAG, FLAG])
 
@@ -171,7 +201,9 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
             for dtypes in (read, written)
         )
         required = {
-            "wide_loads": wide_loads, "wide_stores": wide_stores, "lists_read": len(read),
+            "wide_loads": wide_loads,
+            "wide_stores": wide_stores,
+            "lists_read": len(read),
             # Grids are not made smaller for unaligned lists.
             "programs": grid[0] // INTERPRETED_MULTIPROCESSORS if aligned else 0,
         }

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-BATCH = 15   # variants that are compiled before the disassembler reads them
+BATCH = 15  # variants that are compiled before the disassembler reads them
 
 
 def judge(job: tuple[int, list[str]]) -> list[tuple[str, int, list[str], str]]:

@@ -9,9 +9,13 @@ import pytest
 from tests.helpers.paths import ROOT
 
 
-@pytest.mark.parametrize(("interpret", "code", "text"), [
-    ("0", 0, "4 variants, 0 wrong"), ("1", 2, "TRITON_INTERPRET is set: nothing can be compiled"),
-])
+@pytest.mark.parametrize(
+    ("interpret", "code", "text"),
+    [
+        ("0", 0, "4 variants, 0 wrong"),
+        ("1", 2, "TRITON_INTERPRET is set: nothing can be compiled"),
+    ],
+)
 def test_one_variant_and_the_bad_kernels(interpret: str, code: int, text: str) -> None:
     """Code 0 says that the variant is fine and that each bad kernel was judged bad for its fault."""
     pytest.importorskip("triton.backends.nvidia")

@@ -41,7 +41,9 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
     "multiply by 1": ([FLOAT], lambda g: kernels.multiply_(g, SKIP, impl="triton"), NOTHING),
     "multiply, skipped": ([FLOAT], lambda g: kernels.multiply_(g, HALF, SKIP, impl="triton"), NOTHING),
     "unscale into": (
-        [FP16, FLOAT], lambda s, d: kernels.unscale_into_(s, d, HALF, FLAG, impl="triton"), model.UNSCALE_INTO
+        [FP16, FLOAT],
+        lambda s, d: kernels.unscale_into_(s, d, HALF, FLAG, impl="triton"),
+        model.UNSCALE_INTO,
     ),
     "cast": ([FLOAT, FP16], lambda s, d: kernels.cast_(s, d, impl="triton"), model.CAST_TO_HALF),
     "adamw": (STEP, adamw, model.ADAMW),
@@ -52,16 +54,22 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
     "adamw, bfloat16, wide moments": ([BF16, BF16, *[FLOAT] * 3], partial(adamw, streams=STREAMS), model.step(2, 2, 4)),
     "adamw, narrow moments": ([FLOAT, FLOAT, *[BF16] * 3], partial(adamw, streams=STREAMS), model.step(2, 4, 2)),
     "adamw, remainder": (
-        [BF16, BF16, *[FLOAT] * 3, FP16], partial(adamw, beside="remainders"), model.step(2, 2, 4, remainder=2)
+        [BF16, BF16, *[FLOAT] * 3, FP16],
+        partial(adamw, beside="remainders"),
+        model.step(2, 2, 4, remainder=2),
     ),
     "adamw, remainder, narrow moments": (
-        [*[BF16] * 5, FP16], partial(adamw, beside="remainders", streams=STREAMS), model.step(2, 2, 2, remainder=2)
+        [*[BF16] * 5, FP16],
+        partial(adamw, beside="remainders", streams=STREAMS),
+        model.step(2, 2, 2, remainder=2),
     ),
     "sgd, momentum": ([FLOAT] * 3, partial(sgd, momentum=0.9), model.SGD_MOMENTUM),
     "sgd": ([FLOAT] * 3, sgd, model.SGD_PLAIN),
     "sgd, bfloat16": ([BF16] * 3, partial(sgd, momentum=0.9, streams=STREAMS), model.step(1, 2, 2)),
     "sgd, remainder": (
-        [BF16, BF16, FLOAT, FP16], partial(sgd, beside="remainders", momentum=0.9), model.step(1, 2, 4, remainder=2)
+        [BF16, BF16, FLOAT, FP16],
+        partial(sgd, beside="remainders", momentum=0.9),
+        model.step(1, 2, 4, remainder=2),
     ),
 }
 
@@ -83,7 +91,7 @@ def count_accesses(monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]
 
         return access
 
-    for kind, mask in (("load", 1), ("store", 2)):       # pointers, mask; pointers, values, mask
+    for kind, mask in (("load", 1), ("store", 2)):  # pointers, mask; pointers, values, mask
         name = f"create_masked_{kind}"
         monkeypatch.setattr(InterpreterBuilder, name, counted(kind, getattr(InterpreterBuilder, name), mask))
     return touched

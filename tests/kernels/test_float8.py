@@ -15,8 +15,16 @@ CPU, E4M3, E5M2 = torch.device("cpu"), torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, GRADIENT = Scaling(False, E4M3, False), Scaling(False, E5M2, False)
 ROW = Scaling(True, E4M3, True)
 FORMS = [
-    (TENSOR, TENSOR), (TENSOR, None), (None, TENSOR), (GRADIENT, GRADIENT), (TENSOR, GRADIENT),
-    (ROW, ROW), (ROW, None), (None, ROW), (None, ROW._replace(rowwise=False)), (ROW._replace(power_of_2=False), TENSOR),
+    (TENSOR, TENSOR),
+    (TENSOR, None),
+    (None, TENSOR),
+    (GRADIENT, GRADIENT),
+    (TENSOR, GRADIENT),
+    (ROW, ROW),
+    (ROW, None),
+    (None, ROW),
+    (None, ROW._replace(rowwise=False)),
+    (ROW._replace(power_of_2=False), TENSOR),
 ]
 
 
@@ -98,7 +106,8 @@ def test_older_gpus_take_pytorchs_operators(interpreted_float8, monkeypatch):
 @pytest.mark.parametrize(
     ("forms", "want"),
     [
-        ((TENSOR, TENSOR), model.FLOAT8_TENSOR), ((ROW, ROW), model.FLOAT8_ROWS_AND_COLUMNS),
+        ((TENSOR, TENSOR), model.FLOAT8_TENSOR),
+        ((ROW, ROW), model.FLOAT8_ROWS_AND_COLUMNS),
         ((ROW, None), model.FLOAT8_ROWS),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
         implementation.uses_triton("triton", CUDA)
     with pytest.warns(UserWarning, match="PyTorch's operators in place .* it needs a C compiler, Python's") as warned:
         assert implementation.select("auto", CUDA) is reference
-    for _ in range(2):      # warnings are errors here
+    for _ in range(2):  # warnings are errors here
         assert implementation.select("auto", CUDA) is reference
     assert (len(warned), tried) == (1, [CUDA])
     implementation._fault.cache_clear()
@@ -102,7 +102,7 @@ def test_a_cache_that_cannot_be_written_is_found_without_a_launch(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(driver, "_active", stand_in)
-    monkeypatch.setattr(scale, "inverse_kernel", JITFunction(scale.inverse_kernel.fn))      # not to be interpreted
+    monkeypatch.setattr(scale, "inverse_kernel", JITFunction(scale.inverse_kernel.fn))  # not to be interpreted
     with pytest.raises(OSError, match="Not a directory"):
         scale.compile_one(CPU)
 
@@ -111,7 +111,7 @@ def test_backends_are_the_modules_by_device_and_cached(monkeypatch: pytest.Monke
     from ampkit_kernels import reference, triton_ops
 
     monkeypatch.setattr(implementation, "_backend", functools.cache(implementation._backend.__wrapped__))
-    device = torch.ones(1, device="meta")       # in place of a CUDA device's
+    device = torch.ones(1, device="meta")  # in place of a CUDA device's
     for auto, expected in ((True, triton_ops), (False, triton_ops)):
         monkeypatch.setattr(implementation, "uses_triton", lambda impl, device, auto=auto: auto and impl == "auto")
         assert ampkit_kernels.backend(device) is expected

@@ -23,9 +23,15 @@ ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 
 def layouts() -> list[Tensor]:
     """Tensors that kernels can address, in any order of dimensions, and tensors that are left to PyTorch."""
     return [
-        torch.randn(300), torch.randn(33, dtype=torch.complex64), torch.randn(7, 9).t(), torch.zeros(0),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(8, 8)[::2], torch.randn(40).half(),
-        torch.randn(6, 1).expand(6, 5), torch.randn(5, dtype=torch.complex64).conj(),
+        torch.randn(300),
+        torch.randn(33, dtype=torch.complex64),
+        torch.randn(7, 9).t(),
+        torch.zeros(0),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(8, 8)[::2],
+        torch.randn(40).half(),
+        torch.randn(6, 1).expand(6, 5),
+        torch.randn(5, dtype=torch.complex64).conj(),
     ]
 
 
@@ -79,7 +85,7 @@ def test_aligned_and_other_rows_of_equal_sizes(momentum: float) -> None:
     results = []
     for impl in IMPLS:
         buffer = torch.zeros(32)
-        params = [buffer[i : i + 3] for i in (0, 5, 12, 21)]    # every other one starts at a multiple of 16 bytes
+        params = [buffer[i : i + 3] for i in (0, 5, 12, 21)]  # every other one starts at a multiple of 16 bytes
         moments, steps = [[p.clone() for p in params] for _ in range(2)], [torch.full((), float(i)) for i in range(4)]
         for step in range(2):
             grads = [torch.full((3,), 10.0**i + step) for i in range(4)]
@@ -145,8 +151,16 @@ def test_what_is_written_is_stale_for_backward(impl: str) -> None:
         ops: Any = kernels.triton_ops
         counts = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
         ops.update_scale_(
-            (scale, *counts), flag, growth_factor=2.0, backoff_factor=0.5, growth_interval=1, min_scale=1.0,
-            max_scale=2.0, hysteresis=1, refills_when_clean=False, tolerance=0.0,
+            (scale, *counts),
+            flag,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=1,
+            min_scale=1.0,
+            max_scale=2.0,
+            hysteresis=1,
+            refills_when_clean=False,
+            tolerance=0.0,
         )
 
     first, second, half = torch.ones(3), torch.ones(3), torch.ones(3).half()
@@ -159,8 +173,11 @@ def test_what_is_written_is_stale_for_backward(impl: str) -> None:
         (lambda: kernels.norm_and_check(grads, inv_scale, flag, impl=impl), [], [*grads, inv_scale]),
         (lambda: kernels.cast_([first, second], [half, strided[:, 0]], impl=impl), [half, strided], [first, second]),
         (lambda: kernels.unscale_into_([half], [second], inv_scale, flag, impl=impl), [second], [half]),
-        (lambda: kernels.adamw_([first], [second], *moments, [], [step], copies=[half], impl=impl, **ADAMW),
-         [first, half], [second]),
+        (
+            lambda: kernels.adamw_([first], [second], *moments, [], [step], copies=[half], impl=impl, **ADAMW),
+            [first, half],
+            [second],
+        ),
         (lambda: kernels.sgd_([first], [second], [], copies=[half], lr=0.1, impl=impl), [first, half], [second]),
     ]
     if impl == "triton":

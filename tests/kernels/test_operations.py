@@ -30,6 +30,6 @@ def test_reference(monkeypatch: pytest.MonkeyPatch, name: str, on_host: bool) ->
 
 @pytest.mark.parametrize("name", operations.CHECKS)
 def test_interpreted(interpreted, name: str) -> None:
-    if name == "every_half_pattern":    # long tensors; with small blocks the other lists have several blocks and chunks
+    if name == "every_half_pattern":  # long tensors; with small blocks the other lists have several blocks and chunks
         interpreted(Config(block=4096, chunk=65536))
     operations.CHECKS[name](torch.device("cpu"), "triton")

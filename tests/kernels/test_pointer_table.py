@@ -61,8 +61,10 @@ def test_what_has_moved_is_sent_again_and_nothing_else(sent: list[int]) -> None:
     assert table.numels.tolist() == [20, 30]
     assert sorted(entries(table.blocks)) == [(t, c) for t, n in ((0, 20), (1, 30)) for c in range(math.ceil(n / 16))]
     for lists in (
-        [[p.view(-1) for p in params], grads, first, second], [params, moved, first, second],
-        [params, moved, first, grads], [grads, moved, first, params],
+        [[p.view(-1) for p in params], grads, first, second],
+        [params, moved, first, second],
+        [params, moved, first, grads],
+        [grads, moved, first, params],
     ):
         assert tables.table_for(lists, SMALL) is table
         assert table.addresses.tolist() == [t.data_ptr() for tensors in lists for t in tensors]
@@ -84,7 +86,7 @@ def test_gradients_that_a_step_reads_too_are_sent_once(sent: list[int]) -> None:
             else:
                 table.refresh([[t.data_ptr() for t in tensors] for tensors in lists])
             assert table.addresses.tolist() == [t.data_ptr() for tensors in lists for t in tensors]
-    assert sent == [2, 2]       # moved, others
+    assert sent == [2, 2]  # moved, others
     assert alone.numels.tolist() == [20, 30]
 
 
@@ -105,7 +107,7 @@ def test_tables_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pinned_memory_is_on_the_host_whatever_the_default_device() -> None:
-    with mock.patch.object(torch, "empty") as empty:    # a machine without a GPU has none
+    with mock.patch.object(torch, "empty") as empty:  # a machine without a GPU has none
         tables.pinned_words(3)
     assert empty.call_args == mock.call(3, dtype=torch.int64, device="cpu", pin_memory=True)
 
@@ -136,7 +138,7 @@ def test_a_captured_table_is_its_own_and_sent_from_memory_that_nothing_else_is_g
     pinned = torch.cat(made)
     assert pinned[pinned != -1].tolist() == torch.cat(read).tolist()
     assert len({table.addresses.data_ptr() for table in captured}) == len(captured)
-    assert [len(buffer) for buffer in made] == [179, 100, 240, 100]     # four tables share the second one
+    assert [len(buffer) for buffer in made] == [179, 100, 240, 100]  # four tables share the second one
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -151,7 +153,18 @@ def test_kernels_address_past_two_to_the_31_elements() -> None:
     blocks = torch.from_numpy(tables.block_map(numels.tolist(), 2**20))
     assert (len(blocks), entries(blocks)[-1]) == (2**13 + 1, (0, 2**13))
     unscale.unscale_kernel[(1,)](
-        addresses, numels, blocks[-1:], 1, 2**20 // 256, torch.tensor(0.5), flag,
-        DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, CHECKS=True, SKIPS=False, BLOCK=256,
+        addresses,
+        numels,
+        blocks[-1:],
+        1,
+        2**20 // 256,
+        torch.tensor(0.5),
+        flag,
+        DTYPE=tl.float32,
+        ACC=tl.float32,
+        ITEMSIZE=4,
+        CHECKS=True,
+        SKIPS=False,
+        BLOCK=256,
     )
     assert (flag.item(), end[:3].tolist()) == (1.0, [0.5, 1.0, 1.5])

@@ -88,11 +88,16 @@ def test_orders_that_no_kernel_computes(interpreted, impl: str) -> None:
 
 ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 STEPS: list[dict[str, Any]] = [
-    ADAMW, {**ADAMW, "weight_decay": 0.0}, {**ADAMW, "amsgrad": True}, {**ADAMW, "maximize": True},
+    ADAMW,
+    {**ADAMW, "weight_decay": 0.0},
+    {**ADAMW, "amsgrad": True},
+    {**ADAMW, "maximize": True},
     {**ADAMW, "beta1": 0.3},
-    {"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    {"lr": 0.1},
+    {"lr": 0.1, "weight_decay": 0.1},
+    {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
     {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True},
-    {"lr": torch.tensor(0.125), "momentum": 0.9},       # a product that is exact
+    {"lr": torch.tensor(0.125), "momentum": 0.9},  # a product that is exact
 ]
 
 

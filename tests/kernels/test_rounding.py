@@ -17,7 +17,7 @@ EXTREMES = [0, 1, 0x7FFF, 0x8000, 0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF
 
 def patterns() -> Tensor:
     """float32 numbers of both signs and every exponent, and extremes of both signs."""
-    drawn = torch.randint(-2**31, 2**31, (MILLION,), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(-(2**31), 2**31, (MILLION,), generator=torch.Generator().manual_seed(0))
     extremes = torch.tensor(EXTREMES)
     return torch.cat([drawn, extremes, extremes - 2**31]).to(torch.int32).view(torch.float32)
 
@@ -34,7 +34,7 @@ def test_weights_and_remainders_are_float32() -> None:
 
 def test_every_pair_joins_to_a_number_that_splits_into_it() -> None:
     """Except NaNs, and pairs that no split gives: 0 with a negative remainder, inf with a positive one."""
-    weights = torch.arange(-2**15, 2**15, 5).to(torch.int16).view(torch.bfloat16)
+    weights = torch.arange(-(2**15), 2**15, 5).to(torch.int16).view(torch.bfloat16)
     for remainder in (-0x8000, -1, 0, 1, 0x7FFF):
         remainders = torch.full(weights.shape, remainder, dtype=torch.int16)
         split = rounding.split(rounding.joined(weights, remainders.view(rounding.REMAINDER)))
@@ -81,7 +81,7 @@ def test_random_bits_are_uniform_and_uncorrelated() -> None:
     for column in columns:
         expected = MILLION / 256
         chi_squared = ((torch.bincount(column.long() >> 8, minlength=256) - expected) ** 2 / expected).sum()
-        assert 160 < chi_squared.item() < 370       # 255 degrees of freedom, 4.5 deviations
+        assert 160 < chi_squared.item() < 370  # 255 degrees of freedom, 4.5 deviations
     shifted = [columns, columns[:4].roll(1, 1), columns[:4].roll(256, 1), columns[:4].roll(1024, 1)]
     correlations = torch.corrcoef(torch.cat(shifted)) - torch.eye(28)
     assert correlations.abs().max().item() < 5 / MILLION**0.5

@@ -77,5 +77,8 @@ def test_a_cache_is_of_one_thread_and_not_for_captures() -> None:
         captured, others = filled()
     fits += [captured.fits(others), cache.fits(lists)]
     assert dict(zip(("other thread", "capture", "filled in a capture", "same thread"), fits, strict=True)) == {
-        "other thread": False, "capture": False, "filled in a capture": False, "same thread": True,
+        "other thread": False,
+        "capture": False,
+        "filled in a capture": False,
+        "same thread": True,
     }

@@ -32,7 +32,11 @@ def copies_of(params: list[Parameter], dtype: torch.dtype | None = None) -> list
 
 
 def train(
-    optimizer: Any, params: list[Parameter], steps: Iterable[int], skipped: tuple[int, ...] = (), scale: float = 1.0,
+    optimizer: Any,
+    params: list[Parameter],
+    steps: Iterable[int],
+    skipped: tuple[int, ...] = (),
+    scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Steps with gradients of `dtype` times `scale`, infinite in skipped ones; the second parameter's come late."""

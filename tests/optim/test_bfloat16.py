@@ -20,7 +20,7 @@ from tests.helpers.equal import assert_equal
 from tests.optim.steps import PAIRS, SKIPPED, copies_of, interpreted, train
 from tests.optim.steps import parameters as parameters_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")      # the interpreter's, of overflows
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of overflows
 STOCHASTIC, REMAINDER = {"rounding": "stochastic"}, {"masters": "remainder"}
 BOTH = {**STOCHASTIC, **REMAINDER, "state_dtype": torch.bfloat16}
 parameters = partial(parameters_of, torch.bfloat16)
@@ -105,7 +105,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(pair: str, given: di
     train(optimizer, params, range(3, 5))
     for model_first in (True, False):
         again = parameters(seed=1)
-        loaded = cls(again, impl=impl, seed=5, **options, **given)      # streams come with the state
+        loaded = cls(again, impl=impl, seed=5, **options, **given)  # streams come with the state
         train(loaded, again, range(1))
         for load_model in (model_first, not model_first):
             if load_model:
@@ -158,16 +158,21 @@ def by_another_optimizer(param: Parameter, value: Tensor) -> None:
 
 @interpreted
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-@pytest.mark.parametrize("write", [
-    lambda param, value: param.detach().copy_(value), lambda param, value: setattr(param, "data", value),
-    by_another_optimizer,
-], ids=["copy", "assignment", "optimizer"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda param, value: param.detach().copy_(value),
+        lambda param, value: setattr(param, "data", value),
+        by_another_optimizer,
+    ],
+    ids=["copy", "assignment", "optimizer"],
+)
 def test_a_weight_that_is_written_from_outside_loses_its_remainder(write: Callable[..., None], impl: str) -> None:
     """And only that weight. The first read of masters after it, or the next step, finds out."""
     optimizer, params = trained(2, impl=impl, **REMAINDER)
     copied, copies = copy.deepcopy((optimizer, params))
     before = [m.clone() for m in optimizer.masters().values()]
-    optimizer.write_copies({})      # ends nothing here, and forgets no step
+    optimizer.write_copies({})  # ends nothing here, and forgets no step
     write(params[0], torch.full((5, 3), 0.5).bfloat16())
     copied.set_masters({copies[0]: params[0].detach().float()})
     train(optimizer, params, [2])
@@ -258,9 +263,15 @@ def test_copies_of_an_optimizer_drop_remainders_of_weights_written_to(way: str) 
     assert torch.equal(copied.masters()[copies[0]], torch.ones(5, 3))
 
 
-@pytest.mark.parametrize("other", [
-    torch.optim.AdamW, AdamW, partial(AdamW, **STOCHASTIC), partial(AdamW, state_dtype=torch.float32),
-])
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.optim.AdamW,
+        AdamW,
+        partial(AdamW, **STOCHASTIC),
+        partial(AdamW, state_dtype=torch.float32),
+    ],
+)
 def test_what_another_optimizer_has_stepped_leaves_no_remainder_and_streams_begin(other: Callable[..., Any]) -> None:
     optimizer, params = trained(2, **BOTH)
     between = other(params)
@@ -288,7 +299,7 @@ def test_hooks_have_the_last_word_on_a_state_that_is_loaded() -> None:
 
 
 def test_masters_are_given_and_taken() -> None:
-    params = [*parameters(), Parameter(torch.ones(2))]     # one of float32 has no master
+    params = [*parameters(), Parameter(torch.ones(2))]  # one of float32 has no master
     wide = [p.detach().float() * 1.001 for p in params[:4]]
     before = [p.detach().clone() for p in params]
     optimizer = AdamW(params, **REMAINDER)
@@ -313,13 +324,19 @@ def test_masters_are_given_and_taken() -> None:
         optimizer.write_copies({params[0]: params[0].detach()})
 
 
-@pytest.mark.parametrize(("given", "weight", "wanted"), [
-    ({}, torch.bfloat16, torch.bfloat16), (STOCHASTIC, torch.bfloat16, torch.bfloat16),
-    (REMAINDER, torch.bfloat16, torch.float32), (STOCHASTIC, torch.float32, torch.float32),
-    ({"state_dtype": torch.float32}, torch.bfloat16, torch.float32),
-    ({"state_dtype": torch.bfloat16}, torch.float32, torch.bfloat16),
-    (BOTH, torch.bfloat16, torch.bfloat16),
-], ids=str)
+@pytest.mark.parametrize(
+    ("given", "weight", "wanted"),
+    [
+        ({}, torch.bfloat16, torch.bfloat16),
+        (STOCHASTIC, torch.bfloat16, torch.bfloat16),
+        (REMAINDER, torch.bfloat16, torch.float32),
+        (STOCHASTIC, torch.float32, torch.float32),
+        ({"state_dtype": torch.float32}, torch.bfloat16, torch.float32),
+        ({"state_dtype": torch.bfloat16}, torch.float32, torch.bfloat16),
+        (BOTH, torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("pair", ["AdamW amsgrad maximize", "SGD nesterov"])
 def test_state_has_its_dtype_and_takes_torchs(pair: str, given: Any, weight: torch.dtype, wanted: torch.dtype) -> None:
     cls, torchs, options = PAIRS[pair]
@@ -329,7 +346,7 @@ def test_state_has_its_dtype_and_takes_torchs(pair: str, given: Any, weight: tor
     for _ in range(2):
         train(optimizer, params, range(1))
         kept = [v.dtype for name, v in optimizer.state[params[0]].items() if name in other.state[theirs[0]]]
-        assert set(kept) <= {wanted, torch.float32}     # step counts are float32
+        assert set(kept) <= {wanted, torch.float32}  # step counts are float32
         assert wanted in kept
         optimizer.load_state_dict(other.state_dict())
     other.load_state_dict(optimizer.state_dict())

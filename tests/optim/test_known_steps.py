@@ -38,10 +38,23 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW bfloat16": lambda params: AdamW(params, impl="triton", rounding="stochastic", masters="remainder"),
 }
 HYPERPARAMETERS: dict[str, list[dict[str, Any]]] = {
-    "AdamW": [{"lr": 0.5}, {"weight_decay": 0.5}, {"maximize": True}, {"amsgrad": True}, {"amsgrad": False},
-              {"betas": (0.3, 0.5)}, {"eps": 0.1}],
-    "SGD": [{"lr": 0.5}, {"weight_decay": 0.0}, {"maximize": True}, {"momentum": 0.0}, {"momentum": 0.5},
-            {"momentum": 0.5, "nesterov": True}],
+    "AdamW": [
+        {"lr": 0.5},
+        {"weight_decay": 0.5},
+        {"maximize": True},
+        {"amsgrad": True},
+        {"amsgrad": False},
+        {"betas": (0.3, 0.5)},
+        {"eps": 0.1},
+    ],
+    "SGD": [
+        {"lr": 0.5},
+        {"weight_decay": 0.0},
+        {"maximize": True},
+        {"momentum": 0.0},
+        {"momentum": 0.5},
+        {"momentum": 0.5, "nesterov": True},
+    ],
 }
 
 
@@ -67,9 +80,9 @@ class Steps(RuleBasedStateMachine):
         with contextlib.ExitStack() as stack:
             for where in ("", ".step_cache", ".triton_ops.pointer_table"):
                 stack.enter_context(mock.patch(f"ampkit_kernels{where}.is_capturing", return_value=capturing))
-            stack.enter_context(mock.patch.object(
-                pointer_table, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64)
-            ))
+            stack.enter_context(
+                mock.patch.object(pointer_table, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
+            )
             found = stack.enter_context(noted_launches())
             self.optimizer.step()
         return found
@@ -162,7 +175,7 @@ class Steps(RuleBasedStateMachine):
         if how == "load":
             try:
                 self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-            except KeyError:    # torch's, of a parameter that was taken out while its state was not
+            except KeyError:  # torch's, of a parameter that was taken out while its state was not
                 return
         elif how == "deepcopy":
             self.optimizer, self.params = copy.deepcopy((self.optimizer, self.params))

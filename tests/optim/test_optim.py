@@ -17,7 +17,7 @@ from tests.optim.steps import PAIRS, SKIPPED, copies_of, interpreted, parameters
 
 FORMS = {"default": {}, "fused": {"fused": True}, "foreach": {"foreach": True}}
 BOTH = pytest.mark.parametrize("cls", [AdamW, SGD])
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")      # the interpreter's, of overflows
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of overflows
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -134,7 +134,7 @@ def test_copies_follow_the_parameters(pair: str, impl: str) -> None:
     optimizer = ours(params, impl=impl, **options)
     copies = {p: p.detach().half() for p in params[:2]}
     optimizer.write_copies(copies)
-    copies[params[1]].zero_()       # unlike its parameter, which has no gradient at first
+    copies[params[1]].zero_()  # unlike its parameter, which has no gradient at first
     for step, skipped in ((0, 0), (1, 0), (1, 1), (0, 1)):
         before = params[0].detach().clone()
         train(optimizer, params, [step], skipped=(skipped,))
@@ -176,7 +176,7 @@ def test_copies_pickles_and_loaded_states_keep_impl_and_copies() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
     for one in (*copies, optimizer):
         assert one.impl == "reference"
-        (param, written), = one._copies.items()
+        ((param, written),) = one._copies.items()
         assert param is one.param_groups[0]["params"][0]
         param.grad = torch.ones_like(param)
         one.step()
@@ -184,7 +184,7 @@ def test_copies_pickles_and_loaded_states_keep_impl_and_copies() -> None:
     assert len({copied.data_ptr() for one in (*copies, optimizer) for copied in one._copies.values()}) == 3
 
 
-@pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")     # torch 2.11 says what it does not trace
+@pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")  # torch 2.11 says what it does not trace
 @BOTH
 def test_a_scalers_step_skips_inside_compiled_code_too(cls: type) -> None:
     """Dynamo drops what is set on an optimizer while it traces: the flag would not reach the step."""
@@ -294,8 +294,14 @@ def test_groups_that_ask_for_what_no_step_does_are_refused(cls: Any) -> None:
     param = Parameter(torch.ones(2))
     optimizer = cls([param])
     for name, value in (
-        ("differentiable", True), ("decoupled_weight_decay", False), ("dampening", 0.2), ("impl", "auto"),
-        ("rounding", "nearest"), ("masters", None), ("state_dtype", None), ("seed", 0),
+        ("differentiable", True),
+        ("decoupled_weight_decay", False),
+        ("dampening", 0.2),
+        ("impl", "auto"),
+        ("rounding", "nearest"),
+        ("masters", None),
+        ("state_dtype", None),
+        ("seed", 0),
     ):
         with pytest.raises(ValueError, match=f"a parameter group has {name}={value!r}"):
             optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: value})
@@ -318,7 +324,7 @@ def test_moments_of_several_dtypes_are_refused(name: str, impl: str) -> None:
     params = parameters(torch.bfloat16)
     options = {"lr": 0.01, "impl": impl, "amsgrad": name.startswith("max")}
     optimizer = AdamW(params, **options)
-    if impl == "reference":     # where its functions step: torch's own take moments of several dtypes
+    if impl == "reference":  # where its functions step: torch's own take moments of several dtypes
         optimizer._step_torch = lambda *_: False  # type: ignore[method-assign]
     train(optimizer, params, range(3))
     optimizer.state[params[3]][name] = optimizer.state[params[3]][name].float()

@@ -39,9 +39,16 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-@pytest.mark.parametrize(("cls", "options"), [
-    (AdamW, {}), (SGD, {}), (SGD, {"momentum": 0.9}), (AdamW, BFLOAT16), (SGD, BFLOAT16),
-])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (AdamW, {}),
+        (SGD, {}),
+        (SGD, {"momentum": 0.9}),
+        (AdamW, BFLOAT16),
+        (SGD, BFLOAT16),
+    ],
+)
 def test_shards_step_as_plain_weights_do(mesh: DeviceMesh, cls: Any, options: dict[str, Any], impl: str) -> None:
     """With masters given and taken, a state that is loaded, a write from outside and a replicated gradient."""
     whole, grads = torch.randn(6, 4), torch.randn(6, 6, 4)
@@ -66,7 +73,7 @@ def test_shards_step_as_plain_weights_do(mesh: DeviceMesh, cls: Any, options: di
             with pytest.raises(ValueError, match=r"set_masters got a torch.float32 tensor of shape \(6, 4\)"):
                 optimizer.set_masters({param: whole})
     for sharded, plain in zip(*found, strict=True):
-        assert isinstance(sharded, DTensor) is (plain.ndim > 0)     # a step count and a stream are none
+        assert isinstance(sharded, DTensor) is (plain.ndim > 0)  # a step count and a stream are none
         sharded = sharded.full_tensor() if plain.ndim else sharded
         assert sharded.dtype == plain.dtype
         assert torch.equal(*(t.view(torch.int16) if t.dtype is torch.float16 else t for t in (sharded, plain)))
@@ -105,6 +112,7 @@ def test_plain_parameters_beside_dtensors_of_two_meshes(
     dtype = torch.bfloat16 if options is BFLOAT16 else torch.float32
     found = []
     for meshes in (places, [None] * 5):
+
         def place(value: torch.Tensor, on: DeviceMesh | None) -> torch.Tensor:
             return value if on is None else distribute_tensor(value, on, [Replicate()] * (on.ndim - 1) + [Shard(0)])
 

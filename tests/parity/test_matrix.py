@@ -146,8 +146,12 @@ class Doubled(nn.Module):
 
 @program
 def parametrizations(region: Region) -> Any:
-    model, x = nn.Sequential(weight_norm(nn.Linear(6, 6)), spectral_norm(nn.Linear(6, 6)), orthogonal(nn.Linear(6, 6)),
-                             nn.Linear(6, 6)), torch.randn(4, 6)
+    model, x = (
+        nn.Sequential(
+            weight_norm(nn.Linear(6, 6)), spectral_norm(nn.Linear(6, 6)), orthogonal(nn.Linear(6, 6)), nn.Linear(6, 6)
+        ),
+        torch.randn(4, 6),
+    )
     parametrize.register_parametrization(model[3], "weight", Doubled())
     with region():
         out = model(x)
@@ -383,7 +387,8 @@ def test_make_fx_records_the_casts(tracing: Any, pre_dispatch: bool) -> None:
     with default():
         around = make_fx(
             lambda x, w, v: F.linear(torch.tanh(F.linear(x, w)), v).softmax(-1),
-            tracing_mode=tracing, pre_dispatch=pre_dispatch,
+            tracing_mode=tracing,
+            pre_dispatch=pre_dispatch,
         )(x, w, v)
     expected = function(x, w, v)
     for traced in (graph, around):

@@ -82,11 +82,22 @@ def test_the_default_policy_runs_everything_that_torch_amp_runs(dtype: torch.dty
 # Kernels that torch's CPU list sends to float32 and that accelerators run in half precision, and three operators whose
 # second and third results are float32 on CUDA by the kernel's own choice. A torch without CUDA cannot compare them all.
 ONLY_FLOAT32_ON_CPU = {
-    "grid_sampler_2d", "grid_sampler_3d", "nn.functional.grid_sample",
-    "nn.functional.adaptive_avg_pool3d", "nn.functional.adaptive_max_pool3d",
-    "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "nn.functional.max_pool3d",
-    "nn.functional.max_unpool1d", "nn.functional.max_unpool2d", "nn.functional.max_unpool3d", "nn.functional.pad",
-    "trace", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update",
+    "grid_sampler_2d",
+    "grid_sampler_3d",
+    "nn.functional.grid_sample",
+    "nn.functional.adaptive_avg_pool3d",
+    "nn.functional.adaptive_max_pool3d",
+    "nn.functional.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d",
+    "nn.functional.max_pool3d",
+    "nn.functional.max_unpool1d",
+    "nn.functional.max_unpool2d",
+    "nn.functional.max_unpool3d",
+    "nn.functional.pad",
+    "trace",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
 }
 
 

@@ -22,7 +22,7 @@ from ampkit import record_casts
 from tests.helpers.regions import like_torch as ours
 from tests.helpers.training import native
 
-N = 4           # every tensor is (N, N, N) before the transforms
+N = 4  # every tensor is (N, N, N) before the transforms
 
 # Each takes tensors of shape (N, N, N) and gives one.
 OPERATORS: dict[str, tuple[int, Callable[..., Tensor]]] = {
@@ -36,8 +36,10 @@ OPERATORS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "linear_bias": (3, lambda a, b, c: F.linear(a, b[0], c[0, 0])),
     "einsum": (2, lambda a, b: torch.einsum("bij,bkj->bik", a, b)),
     "attention": (3, F.scaled_dot_product_attention),
-    "attention by keywords": (4, lambda a, b, c, d: F.scaled_dot_product_attention(
-        query=a, key=b, value=c, attn_mask=d)),
+    "attention by keywords": (
+        4,
+        lambda a, b, c, d: F.scaled_dot_product_attention(query=a, key=b, value=c, attn_mask=d),
+    ),
     "conv1d": (3, lambda a, b, c: F.conv1d(a, b, c[0, 0], padding=2)[..., :N]),
     "conv_transpose1d": (2, lambda a, b: F.conv_transpose1d(a, b)[..., :N]),
     "prelu": (2, lambda a, b: F.prelu(a, b[0, 0])),
@@ -46,14 +48,18 @@ OPERATORS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "smooth_l1": (2, lambda a, b: b + F.smooth_l1_loss(a, b)),
     "cross_entropy": (2, lambda a, b: a + F.cross_entropy(a, b)),
     "kl": (2, lambda a, b: a + F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean")),
-    "cat": (3, lambda a, b, c: torch.cat([a, b, c])[1:N + 1]),
+    "cat": (3, lambda a, b, c: torch.cat([a, b, c])[1 : N + 1]),
     "stack": (2, lambda a, b: torch.stack([a, b]).sum(0)),
     "index_copy": (2, lambda a, b: torch.index_copy(a, 0, torch.tensor([1, 0]), b[:2])),
     "index_put": (2, lambda a, b: a.index_put((torch.tensor([0]),), b[1])),
     "embed": (2, lambda a, b: a + F.embedding(torch.tensor([1, 0, 1, 3]), b[0])),
     "addcmul": (3, lambda a, b, c: torch.addcmul(a, b, c, value=0.1)),
-    "gru_cell": (3, lambda a, b, c: torch.gru_cell(a[0], b[0], c.reshape(-1, N)[:3 * N], a.reshape(-1, N)[:3 * N])
-                 .expand(N, N, N)),
+    "gru_cell": (
+        3,
+        lambda a, b, c: torch.gru_cell(a[0], b[0], c.reshape(-1, N)[: 3 * N], a.reshape(-1, N)[: 3 * N]).expand(
+            N, N, N
+        ),
+    ),
     "add": (2, torch.add),
     "mul": (2, torch.mul),
     "tanh": (1, torch.tanh),
@@ -75,7 +81,7 @@ OPERATORS: dict[str, tuple[int, Callable[..., Tensor]]] = {
 PLAIN_ONLY = {"index_copy", "index_put", "embed", "gru_cell", "cdist", "kl", "cross_entropy", "relu_"}
 
 Region = Callable[..., contextlib.AbstractContextManager[Any]]
-Step = tuple[str, Any]      # an operator and the numbers of its arguments, or a context, its input and its steps
+Step = tuple[str, Any]  # an operator and the numbers of its arguments, or a context, its input and its steps
 
 
 CONTEXTS: dict[str, Callable[[Region, torch.dtype], Any]] = {
@@ -103,14 +109,14 @@ class Program:
         self.names: set[str] = set()
         self.given_twice: set[str] = set()
         self.steps, n = self.drawn(self.n_leaves + 2, draw.randint(2, 6), 3)
-        self.reused = [draw.randrange(n) for _ in range(draw.randint(1, 4))]     # after the transform, or at its end
+        self.reused = [draw.randrange(n) for _ in range(draw.randint(1, 4))]  # after the transform, or at its end
 
     def drawn(self, n: int, length: int, depth: int) -> tuple[list[Step], int]:
         """Steps that may use `n` values, and how many values there are after them."""
         draw, steps = self.draw, list[Step]()
         operators = [name for name in OPERATORS if self.transform in ("none", "contexts") or name not in PLAIN_ONLY]
         for _ in range(length):
-            few = [draw.randrange(n) for _ in range(draw.randint(1, 2))]      # so that some are given twice
+            few = [draw.randrange(n) for _ in range(draw.randint(1, 2))]  # so that some are given twice
             if self.transform == "contexts" and depth and draw.random() < 0.4:
                 name = draw.choice((*CONTEXTS, *CHECKPOINTS))
                 # A reentrant checkpoint may use leaves and its input: through others it would go backward once more.
@@ -147,7 +153,7 @@ class Program:
                 continue
             place, inner = places
             if name in CHECKPOINTS:
-                body = functools.partial(self.last_of, inner, values[:self.n_leaves], region)
+                body = functools.partial(self.last_of, inner, values[: self.n_leaves], region)
                 result: Any = checkpoint(body, values[place], use_reentrant=name == "reentrant")
             else:
                 with CONTEXTS[name](region, self.dtype):
@@ -208,11 +214,12 @@ def check(program: Program) -> bool:
             a, b = a.nan_to_num(7.0), b.nan_to_num(7.0)
             near = n > 0 and program.may_share_other_casts and (a - b).norm() <= 0.02 * a.norm()
             assert near or torch.equal(a, b), (
-                f"{f'gradient {n - 1}' if n else 'the result'} differs, {around.__name__}: {program!r}")
+                f"{f'gradient {n - 1}' if n else 'the result'} differs, {around.__name__}: {program!r}"
+            )
     return True
 
 
-@pytest.mark.filterwarnings("ignore")       # of torch's: fallbacks of vmap, casts of scalars
+@pytest.mark.filterwarnings("ignore")  # of torch's: fallbacks of vmap, casts of scalars
 def test_random_programs() -> None:
     programs = [Program(seed) for seed in range(400)]
     compared = [program for program in programs if check(program)]

@@ -30,18 +30,23 @@ def kept_paths(model: nn.Module, dtype: Any) -> list[str]:
     return [path for rule in PLAIN.keep_in_fp32(model, dtype).check().rules for path in rule.modules]
 
 
-@pytest.mark.parametrize(("wanted", "modules"), [
-    (["wo.weight", "wo.bias"], ["layers.0.wo", "layers.1.wo"]),
-    ({"gate.weight"}, ["gate"]),
-    (["q.weight"], []),                         # and `q.bias` is not wanted
-    (["sinks"], []),                            # of a module that has others
-    (["layers.1"], ["layers.1.q", "layers.1.wo", "layers.1.norm"]),     # a ModuleDict is never called
-    (["layers"], [f"layers.{i}.{name}" for i in range(2) for name in ("q", "wo", "norm")]),
-    (["layers.*.norm"], ["layers.0.norm", "layers.1.norm"]),
-    (["nor", "gate"], ["layers.0.norm", "layers.1.norm", "gate"]),
-    ("gate", ["gate"]),
-    (["base"], []), ([], []), (None, []),
-])
+@pytest.mark.parametrize(
+    ("wanted", "modules"),
+    [
+        (["wo.weight", "wo.bias"], ["layers.0.wo", "layers.1.wo"]),
+        ({"gate.weight"}, ["gate"]),
+        (["q.weight"], []),  # and `q.bias` is not wanted
+        (["sinks"], []),  # of a module that has others
+        (["layers.1"], ["layers.1.q", "layers.1.wo", "layers.1.norm"]),  # a ModuleDict is never called
+        (["layers"], [f"layers.{i}.{name}" for i in range(2) for name in ("q", "wo", "norm")]),
+        (["layers.*.norm"], ["layers.0.norm", "layers.1.norm"]),
+        (["nor", "gate"], ["layers.0.norm", "layers.1.norm", "gate"]),
+        ("gate", ["gate"]),
+        (["base"], []),
+        ([], []),
+        (None, []),
+    ],
+)
 def test_patterns_find_modules(wanted: Any, modules: list[str]) -> None:
     assert kept_paths(Wanting(wanted), "float16") == modules
     assert kept_paths(Wanting(wanted), "bfloat16") == []
@@ -71,7 +76,8 @@ def test_rules_of_the_policy_and_modules_of_16_bits_stay() -> None:
     compiled: Any = torch.compile(model)
     kept = PLAIN.for_modules(model, {"layers.0.wo": "bf16"}).keep_in_fp32(compiled, "fp16")
     assert [(rule.key, rule.value) for rule in kept.check().rules] == [
-        ("'layers.0.wo'", torch.bfloat16), ("'layers.1.wo'", torch.float32)
+        ("'layers.0.wo'", torch.bfloat16),
+        ("'layers.1.wo'", torch.float32),
     ]
 
 
@@ -92,7 +98,8 @@ def test_a_rule_for_a_container_is_one_for_its_modules() -> None:
     """Which have nearer ones of their own."""
     model = Experts()
     for policy in (
-        PLAIN.keep_in_fp32(model, "fp16"), PLAIN.for_modules(model, {"experts": "fp32"}),
+        PLAIN.keep_in_fp32(model, "fp16"),
+        PLAIN.for_modules(model, {"experts": "fp32"}),
         PLAIN.for_modules(model, {nn.ModuleList: "fp32", "experts.1": torch.float32}),
     ):
         with autocast("cpu", torch.float16, policy=policy):

@@ -23,8 +23,8 @@ def _sparse_product(leaf: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [_sparse_product, torch.linalg.pinv, torch.pinverse], ids=lambda f: f.__name__)
 def test_casts_stay_out_of_kernels_that_have_one_derivative(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     leaf = torch.randn(3, 3, requires_grad=True)
-    want, = torch.autograd.grad(function(leaf).sum(), leaf)
-    if function is not torch.pinverse:                  # torch lists that name, and not the one it forwards to
+    (want,) = torch.autograd.grad(function(leaf).sum(), leaf)
+    if function is not torch.pinverse:  # torch lists that name, and not the one it forwards to
         with torch.autocast("cpu", BF16):
             result = function(leaf)
         assert result.dtype is BF16
@@ -32,7 +32,7 @@ def test_casts_stay_out_of_kernels_that_have_one_derivative(function: Callable[[
             result.sum().backward()
     with default():
         result = function(leaf)
-    got, = torch.autograd.grad(result.sum(), leaf)
+    (got,) = torch.autograd.grad(result.sum(), leaf)
     assert result.dtype is torch.float32
     torch.testing.assert_close(got, want)
 

@@ -27,24 +27,33 @@ def test_fold_leaves_out_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch
 
 def test_listed_names_that_torch_lacks_are_left_out_with_one_warning() -> None:
     """ampkit's lists have no such names: the warning would fail the other tests."""
-    with pytest.warns(UserWarning, match=(
-        r"does not have these operators of ampkit's lists, which are ignored: conv2d\.gone_overload, gone_from_torch\. "
-        r"The lists are made for torch 2\.11 to 2\.15; `make operators` in a checkout compares them"
-    )):
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r"does not have these operators of ampkit's lists, which are ignored: conv2d\.gone_overload, gone_from_torch\. "
+            r"The lists are made for torch 2\.11 to 2\.15; `make operators` in a checkout compares them"
+        ),
+    ):
         layer = fold((Group(Rule.LOWER, "why", "mm gone_from_torch conv2d.gone_overload"),))
-    assert fold((Group(Rule.LOWER, "why", "mm gone_from_torch"),)) == layer     # without a second warning
+    assert fold((Group(Rule.LOWER, "why", "mm gone_from_torch"),)) == layer  # without a second warning
     assert [(op.name(), answer) for op, answer in layer.items()] == [("aten::mm", (Rule.LOWER, "why"))]
 
 
 # Fused kernels, for which other devices have the dense operators.
 ONLY_CUDA = {
-    "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_gru_cell",
-    "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "_cudnn_rnn",
+    "miopen_rnn",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "_scaled_dot_product_flash_attention",
 }
 
 
 def test_default_does_on_every_device_what_it_does_on_cuda() -> None:
     """Except for torch's own rules for the device."""
+
     def rules(groups: tuple[Group, ...]) -> dict[str, Rule]:
         return {op.name().removeprefix("aten::"): rule for op, (rule, _) in fold(groups).items()}
 
@@ -54,11 +63,14 @@ def test_default_does_on_every_device_what_it_does_on_cuda() -> None:
         ours, theirs = rules(DEFAULT_EXTRA[device]), rules(TORCH[device])
         assert [name for name, rule in ours.items() if theirs.get(name) is rule or rule is Rule.BANNED] == []
         apart = {
-            name for name, rule in cuda.items()
-            if (theirs | ours).get(name) is not rule and (name in ours or name not in theirs)
-            and rule is not Rule.BANNED and "name" not in name.partition(".")[2].lower()    # no region takes those
+            name
+            for name, rule in cuda.items()
+            if (theirs | ours).get(name) is not rule
+            and (name in ours or name not in theirs)
+            and rule is not Rule.BANNED
+            and "name" not in name.partition(".")[2].lower()  # no region takes those
         }
-        assert apart <= ONLY_CUDA | {"cumprod"}, device     # whose rule torch changed in 2.13
+        assert apart <= ONLY_CUDA | {"cumprod"}, device  # whose rule torch changed in 2.13
 
 
 def test_the_documents_say_what_the_table_says() -> None:

@@ -26,8 +26,11 @@ def test_explain_names_the_layer():
     policy = Policy.default("cpu").with_rules({"aten::mm": Rule.KEEP, "aten::gelu": "keep"})
     policy = policy.with_rules({"aten::gelu": "float32"})
     for op, rule, layer in (
-        ("linear", Rule.LOWER, "torch"), ("softmax.int", Rule.FLOAT32_DTYPE_ARG, "default"),
-        ("mm", Rule.KEEP, "with_rules[0]"), ("gelu", Rule.FLOAT32, "with_rules[1]"), ("relu", Rule.KEEP, "unlisted"),
+        ("linear", Rule.LOWER, "torch"),
+        ("softmax.int", Rule.FLOAT32_DTYPE_ARG, "default"),
+        ("mm", Rule.KEEP, "with_rules[0]"),
+        ("gelu", Rule.FLOAT32, "with_rules[1]"),
+        ("relu", Rule.KEEP, "unlisted"),
         ("flatten.using_ints", Rule.DECOMPOSE, "unlisted"),
     ):
         assert policy.explain(f"aten::{op}")[:3] == (f"aten::{op}", rule, layer)
@@ -39,11 +42,20 @@ def test_explain_names_the_layer():
 
 
 KEYS = {
-    aten.gelu.default: "aten::gelu", aten.gelu: "aten::gelu", "gelu": "aten::gelu", "aten::gelu.default": "aten::gelu",
-    torch.softmax: "aten::softmax.int", F.softmax: "aten::softmax.int", torch.Tensor.mm: "aten::mm",
-    F.gelu: "aten::gelu", F.layer_norm: "aten::layer_norm", torch.fft.fft: "aten::fft_fft",
-    torch.norm: "aten::linalg_vector_norm", torch.Tensor.norm: "aten::linalg_vector_norm",
-    F.cross_entropy: "aten::cross_entropy_loss", "torch.matmul": "aten::matmul",
+    aten.gelu.default: "aten::gelu",
+    aten.gelu: "aten::gelu",
+    "gelu": "aten::gelu",
+    "aten::gelu.default": "aten::gelu",
+    torch.softmax: "aten::softmax.int",
+    F.softmax: "aten::softmax.int",
+    torch.Tensor.mm: "aten::mm",
+    F.gelu: "aten::gelu",
+    F.layer_norm: "aten::layer_norm",
+    torch.fft.fft: "aten::fft_fft",
+    torch.norm: "aten::linalg_vector_norm",
+    torch.Tensor.norm: "aten::linalg_vector_norm",
+    F.cross_entropy: "aten::cross_entropy_loss",
+    "torch.matmul": "aten::matmul",
     "torch.nn.functional.linear": "aten::linear",
 }
 
@@ -69,15 +81,18 @@ def test_overloads_that_only_torchscript_knows_are_not_meant():
 def test_packet_means_every_overload_but_out():
     policy = Policy.torch("cpu").with_rules({aten.mean: Rule.FLOAT32})
     assert {op._overloadname for op in policy.rules() if op.overloadpacket is aten.mean} == {"default", "dim"} | (
-        {"names_dim"} if hasattr(aten.mean, "names_dim") else set())
+        {"names_dim"} if hasattr(aten.mean, "names_dim") else set()
+    )
 
 
 def test_each_rule_does_what_it_says():
     x = torch.ones(2)
     low, half = x.bfloat16(), x.half()
     for rule, args, expected in (
-        (Rule.LOWER, (x, x, x), BF16), (Rule.FLOAT32, (half, half, half), FP32),
-        (Rule.PROMOTE, (half, half, low), FP32), (Rule.KEEP, (x, x, x), FP32),
+        (Rule.LOWER, (x, x, x), BF16),
+        (Rule.FLOAT32, (half, half, half), FP32),
+        (Rule.PROMOTE, (half, half, low), FP32),
+        (Rule.KEEP, (x, x, x), FP32),
     ):
         with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::addcmul": rule})):
             assert torch.addcmul(*args).dtype is expected
@@ -193,7 +208,8 @@ def test_text_is_the_code_that_makes_the_policy():
         ".for_modules(model, {'head': torch.float32, 'class torch.nn.modules.linear:Linear': torch.float16})"
     )
     assert eval(repr(Policy.default("cpu").with_rules({"mm": "keep"})), {"Policy": Policy, "Rule": Rule}) == (
-        Policy.default("cpu").with_rules({"mm": "keep"}))
+        Policy.default("cpu").with_rules({"mm": "keep"})
+    )
 
 
 def test_dict_is_plain():
@@ -228,7 +244,8 @@ def test_what_is_left_out_of_a_dict_has_a_default():
 
 def test_dtypes_as_configuration_files_name_them():
     for names, dtype in (
-        (("bfloat16", "bf16", "bf16-mixed"), BF16), (("float16", "fp16", "16-mixed"), FP16),
+        (("bfloat16", "bf16", "bf16-mixed"), BF16),
+        (("float16", "fp16", "16-mixed"), FP16),
         (("float32", "fp32"), FP32),
     ):
         for name in names:
@@ -242,6 +259,7 @@ def test_dtypes_as_configuration_files_name_them():
 
 def test_operator_of_a_library():
     """Also in policies and regions that were made before."""
+
     @torch.library.custom_op("ampkit_tests::scaled", mutates_args=())
     def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
         return x * factor
@@ -288,8 +306,11 @@ def test_keyword_only_tensors_follow_the_rule():
     blend = torch.ops.ampkit_tests.blend
     half, single = torch.ones(2, dtype=BF16), torch.ones(2)
     for rule, x, other, expected in (
-        ("lower", single, single, BF16), ("float32", half, half, FP32), ("promote", half, single, FP32),
-        ("promote", half, half, BF16), ("keep", half, single, BF16),
+        ("lower", single, single, BF16),
+        ("float32", half, half, FP32),
+        ("promote", half, single, FP32),
+        ("promote", half, half, BF16),
+        ("keep", half, single, BF16),
     ):
         register_op(blend, rule)
         with autocast("cpu"):

@@ -65,14 +65,19 @@ def run(model: Any, policy: Policy) -> tuple[torch.dtype, list[Tensor]]:
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, traced, loaded])
-@pytest.mark.parametrize(("key", "bound"), [
-    ("part", ["part"]), ("**", ["before", "part", "after"]), (nn.Module, ["", "before", "part", "after"]),
-])
+@pytest.mark.parametrize(
+    ("key", "bound"),
+    [
+        ("part", ["part"]),
+        ("**", ["before", "part", "after"]),
+        (nn.Module, ["", "before", "part", "after"]),
+    ],
+)
 def test_a_rule_for_a_scripted_module_is_what_it_is_for_one_of_python(make: Any, key: Any, bound: list[str]) -> None:
     scripted, plain = model(make), model(lambda part: part)
     policy = PLAIN.for_modules(scripted, {key: FP32})
     assert [*policy.check().rules[0].modules] == bound
-    for _ in range(2):      # the second call runs what TorchScript has optimized
+    for _ in range(2):  # the second call runs what TorchScript has optimized
         scripted.zero_grad()
         plain.zero_grad()
         dtype, got = run(scripted, policy)
@@ -83,9 +88,17 @@ def test_a_rule_for_a_scripted_module_is_what_it_is_for_one_of_python(make: Any,
     assert PLAIN.for_modules(scripted, {scripted.part: FP32}).check().rules[0].modules == ("part",)
 
 
-@pytest.mark.parametrize("key", [
-    "part.first", "part.*", "**.norm", nn.LayerNorm, nn.Linear, "class torch.nn.modules.normalization:LayerNorm",
-])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "part.first",
+        "part.*",
+        "**.norm",
+        nn.LayerNorm,
+        nn.Linear,
+        "class torch.nn.modules.normalization:LayerNorm",
+    ],
+)
 def test_a_rule_for_what_torchscript_calls_is_refused(key: Any) -> None:
     scripted = model()
     with pytest.raises(ValueError, match=r"matches 'part\.\w+', which TorchScript calls.* give 'part' the rule"):

@@ -20,7 +20,7 @@ from tests.helpers.module_rules import Block, Model, X
 from tests.helpers.ranks import on_ranks
 from tests.helpers.regions import BF16, FP32
 
-KEYS = {"**.head": FP32, "**.blocks.1": FP32}      # fit the model and whatever is around it
+KEYS = {"**.head": FP32, "**.blocks.1": FP32}  # fit the model and whatever is around it
 BOUND = {"blocks.1.attn", "blocks.1.mlp", "head"}
 ADAPTER = {"head.lora_A.default", "head.lora_B.default"}
 
@@ -74,13 +74,14 @@ HERE = {
 ON_RANKS = {
     "DDP": DistributedDataParallel,
     "FSDP1": lambda model: FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")),
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+    ),
     "FSDP2": fsdp2,
 }
 # The modules that rules bound before do not reach, and the warning.
 REPORTED = {
     "a checkpoint loaded by another": (BOUND, "none of the modules that this policy's rules bind"),
-    "peft": (ADAPTER, None),                    # the layer beside it is the one that was bound
+    "peft": (ADAPTER, None),  # the layer beside it is the one that was bound
     "quantization": ({"head"}, "rules of the policy bind are no longer in the model: '**.head'"),
 }
 
@@ -96,8 +97,12 @@ def in_float32(around, policy):
     seen = set()
     for name, module in around.named_modules():
         if isinstance(module, nn.Linear):
-            path = re.sub(r".*?(blocks\.\d|head)", r"\1", name.replace("_checkpoint_wrapped_module.", "").replace(
-                "_fsdp_wrapped_module.", ""), count=1)
+            path = re.sub(
+                r".*?(blocks\.\d|head)",
+                r"\1",
+                name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", ""),
+                count=1,
+            )
             module.register_forward_hook(functools.partial(note, seen, path))
     with autocast("cpu", BF16, policy=policy):
         loss = around(X).float().sum()
@@ -140,7 +145,7 @@ def test_rules_hold_or_are_reported(kind, when):
     assert layers == every - missing
     assert gone == (["'**.head'"] if kind == "quantization" and when != "after" else [])
     if kind == "quantization" and when == "in training":
-        message = None      # regions after the first do not look for lost modules; `check` reports them
+        message = None  # regions after the first do not look for lost modules; `check` reports them
     assert len(messages) == (0 if message is None else 1), messages
     assert message is None or message in messages[0]
 

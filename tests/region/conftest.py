@@ -14,7 +14,7 @@ from ampkit.engine.thread_state import thread
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """No compiled code from another test, and no region, mark, module hook or option of torch from this one."""
-    if "torch._dynamo" in sys.modules:      # importing it takes seconds
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch._dynamo.reset()
     yield
     assert [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)] == []

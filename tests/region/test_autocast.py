@@ -11,12 +11,16 @@ from tests.helpers.regions import BF16, FP16, FP32, FP64, both, like_torch, on_f
 
 
 @both
-@pytest.mark.parametrize(("device", "error", "message"), [
-    (1, ValueError, "device_type.*int"),
-    (torch.device("cpu"), ValueError, "device_type.*device"),
-    ("cpu:x", RuntimeError, "(?i)device string|expected one of"),
-    ("meta", RuntimeError, "has no autocast|unsupported"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        (1, ValueError, "device_type.*int"),
+        (torch.device("cpu"), ValueError, "device_type.*device"),
+        ("cpu:x", RuntimeError, "(?i)device string|expected one of"),
+        ("meta", RuntimeError, "has no autocast|unsupported"),
+    ],
+    ids=str,
+)
 def test_devices_that_are_refused(region, device, error, message):
     """Whether a dtype is given or not."""
     for dtype in (None, BF16):
@@ -38,7 +42,7 @@ def test_dtypes_and_devices(region):
         assert torch.is_autocast_enabled("cuda")
     with FakeTensorMode(), autocast("cuda:0"):
         assert product(device="cuda") is FP16
-    made = region("cpu", FP16, False, False)        # in torch's order
+    made = region("cpu", FP16, False, False)  # in torch's order
     with made:
         assert not torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") is FP16
@@ -46,11 +50,19 @@ def test_dtypes_and_devices(region):
 
 
 @both
-@pytest.mark.parametrize(("device", "dtype", "message"), [
-    ("cpu", FP32, "(?i)disabl"), ("cpu", torch.int32, "(?i)disabl"),
-    pytest.param("cuda", None, "CUDA is not available", marks=pytest.mark.skipif(
-        torch.cuda.is_available(), reason="about machines without CUDA")),
-])
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [
+        ("cpu", FP32, "(?i)disabl"),
+        ("cpu", torch.int32, "(?i)disabl"),
+        pytest.param(
+            "cuda",
+            None,
+            "CUDA is not available",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA"),
+        ),
+    ],
+)
 def test_a_device_or_dtype_that_is_not_available_disables(region, device, dtype, message):
     """A UserWarning at the caller, and the region is disabled; silent with enabled=False."""
     with pytest.warns(UserWarning, match=message) as caught:
@@ -104,8 +116,12 @@ def test_dtypes_and_policies_by_name_are_the_objects():
     named, plain = autocast("cpu", "float16", policy="torch"), autocast("cpu", FP16, policy=Policy.torch("cpu"))
     assert (named.fast_dtype, named.spec.policy, repr(named)) == (plain.fast_dtype, plain.spec.policy, repr(plain))
     assert named.spec.policy is autocast("cpu", policy="torch").spec.policy
-    assert torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(lambda x: x @ x)(x), backend="eager")(
-        torch.ones(2, 2)).dtype is FP16
+    assert (
+        torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(lambda x: x @ x)(x), backend="eager")(
+            torch.ones(2, 2)
+        ).dtype
+        is FP16
+    )
     assert repr(autocast("cpu", FP16)) == "autocast('cpu', torch.float16, enabled=True)"
     assert repr(like_torch()).endswith(", policy=Policy.torch('cpu'))")
 
@@ -119,27 +135,42 @@ def test_no_arguments_mean_this_machine():
     assert not torch.is_autocast_enabled(expected)
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({"device_type": "meta"}, RuntimeError, "'meta' has no autocast in torch; expected one such as"),
-    ({"enabled": 1}, TypeError, "enabled is 1; expected True or False"),
-    ({"cache_enabled": "no"}, TypeError, "cache_enabled is 'no'; expected True or False"),
-    ({"dtype": 16}, TypeError, "dtype is 16; expected a torch.dtype such as torch.bfloat16, one of 'bfloat16'"),
-    ({"dtype": "half"}, ValueError, "dtype is 'half'; .* one of 'bfloat16', 'float16' and 'float32', or None"),
-    ({"policy": 1}, TypeError, r"policy is 1; expected a Policy for 'cpu', such as Policy.default"),
-    ({"policy": "apex"}, ValueError, r"policy is 'apex'; expected a Policy for 'cpu', .* 'default' or 'torch'"),
-    ({"policy": Policy.torch("cuda")}, TypeError, r"policy is Policy.torch\('cuda'\); expected a Policy for 'cpu'"),
-    ({"cache": {}}, TypeError, "cache is {}; expected a WeightCache"),
-    ({"cache": True}, TypeError, r"cache is True; .* such as cache=WeightCache\(\), .* use cache_enabled="),
-    ({"policy": {"aten::gelu": "float32"}}, TypeError, r"\. A policy is made of rules by Policy.default"),
-    ({"policy": Rule.KEEP}, TypeError, r"policy is <Rule\.KEEP.* made of rules by Policy"),
-    ({"device_type": True}, ValueError, r"is True of type bool; .* Pass enabled by keyword: auto"),
-    ({"device_type": BF16}, ValueError, r"The dtype is the second argument: autocast\('cuda', torch\.bfloat16\)"),
-    ({"device_type": "bf16"}, RuntimeError, r"is 'bf16', which .*\. The dtype is the second argument: auto"),
-    ({"device_type": "gpu"}, RuntimeError, r"'gpu', which is not a device string; .* one such as 'cuda', .* 'cpu'$"),
-    ({"device_type": torch.device("cpu")}, ValueError, r"expected a string such as 'cuda'\. Pass the type .*: 'cpu'"),
-    ({"device_type": Policy.torch("cpu")}, ValueError, r"Pass the policy by keyword: autocast\('cpu', policy=policy\)"),
-    ({"device_type": 1}, ValueError, r"device_type is 1 of type int; expected a string such as 'cuda'$"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device_type": "meta"}, RuntimeError, "'meta' has no autocast in torch; expected one such as"),
+        ({"enabled": 1}, TypeError, "enabled is 1; expected True or False"),
+        ({"cache_enabled": "no"}, TypeError, "cache_enabled is 'no'; expected True or False"),
+        ({"dtype": 16}, TypeError, "dtype is 16; expected a torch.dtype such as torch.bfloat16, one of 'bfloat16'"),
+        ({"dtype": "half"}, ValueError, "dtype is 'half'; .* one of 'bfloat16', 'float16' and 'float32', or None"),
+        ({"policy": 1}, TypeError, r"policy is 1; expected a Policy for 'cpu', such as Policy.default"),
+        ({"policy": "apex"}, ValueError, r"policy is 'apex'; expected a Policy for 'cpu', .* 'default' or 'torch'"),
+        ({"policy": Policy.torch("cuda")}, TypeError, r"policy is Policy.torch\('cuda'\); expected a Policy for 'cpu'"),
+        ({"cache": {}}, TypeError, "cache is {}; expected a WeightCache"),
+        ({"cache": True}, TypeError, r"cache is True; .* such as cache=WeightCache\(\), .* use cache_enabled="),
+        ({"policy": {"aten::gelu": "float32"}}, TypeError, r"\. A policy is made of rules by Policy.default"),
+        ({"policy": Rule.KEEP}, TypeError, r"policy is <Rule\.KEEP.* made of rules by Policy"),
+        ({"device_type": True}, ValueError, r"is True of type bool; .* Pass enabled by keyword: auto"),
+        ({"device_type": BF16}, ValueError, r"The dtype is the second argument: autocast\('cuda', torch\.bfloat16\)"),
+        ({"device_type": "bf16"}, RuntimeError, r"is 'bf16', which .*\. The dtype is the second argument: auto"),
+        (
+            {"device_type": "gpu"},
+            RuntimeError,
+            r"'gpu', which is not a device string; .* one such as 'cuda', .* 'cpu'$",
+        ),
+        (
+            {"device_type": torch.device("cpu")},
+            ValueError,
+            r"expected a string such as 'cuda'\. Pass the type .*: 'cpu'",
+        ),
+        (
+            {"device_type": Policy.torch("cpu")},
+            ValueError,
+            r"Pass the policy by keyword: autocast\('cpu', policy=policy\)",
+        ),
+        ({"device_type": 1}, ValueError, r"device_type is 1 of type int; expected a string such as 'cuda'$"),
+    ],
+)
 def test_arguments_of_the_wrong_type(arguments, error, message):
     """torch finds a flag of another type on entering, ampkit at once."""
     with pytest.raises(error, match=message):
@@ -148,6 +179,7 @@ def test_arguments_of_the_wrong_type(arguments, error, message):
 
 def test_a_decorator_without_parentheses():
     with pytest.raises(ValueError, match=r"device_type is <function .* A decorator needs its arguments: @autocast\("):
+
         @autocast
         def function():
             pass

@@ -15,6 +15,7 @@ from tests.helpers.regions import BF16, FP16, FP32, both, product, state
 @both
 def test_what_can_be_decorated(region):
     """Functions and methods of all kinds, which keep their names, and other callables; exceptions go through."""
+
     class Model:
         @region("cpu", FP16)
         def method(self, scale, *, offset=0):
@@ -44,12 +45,15 @@ async def streams():
     yield
 
 
-@pytest.mark.parametrize(("func", "message"), [
-    (1, r"autocast\(\)\(func\) takes a function or method to decorate, got int"),
-    (classmethod(product), "got classmethod"),
-    (torch.nn.Linear, r"got the class Linear[:;] decorate its forward"),
-    (streams, "an asynchronous generator function: decorate what it calls"),
-])
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (1, r"autocast\(\)\(func\) takes a function or method to decorate, got int"),
+        (classmethod(product), "got classmethod"),
+        (torch.nn.Linear, r"got the class Linear[:;] decorate its forward"),
+        (streams, "an asynchronous generator function: decorate what it calls"),
+    ],
+)
 def test_message_for_what_cannot_be_called(func, message):
     with pytest.raises(TypeError, match=message):
         autocast("cpu")(func)
@@ -57,6 +61,7 @@ def test_message_for_what_cannot_be_called(func, message):
 
 def test_generator_runs_inside_and_its_caller_outside():
     """torch.amp runs the body outside, because calling a generator function runs nothing."""
+
     def body():
         for _ in range(2):
             yield product()
@@ -121,6 +126,7 @@ def test_generator_closed_or_abandoned_before_its_end(end):
 
 def test_coroutine_runs_inside_and_others_outside():
     """Two coroutines take turns in one thread, each in its own region, the loop in none."""
+
     async def work():
         seen = set()
         for _ in range(3):

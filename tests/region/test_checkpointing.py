@@ -49,8 +49,16 @@ class Net(nn.Module):
         hidden = self.first(x)
         probabilities = torch.softmax(hidden, -1)
         out = self.second(probabilities.exp())
-        self.seen.append((hidden.dtype, probabilities.dtype, out.dtype, torch.is_autocast_enabled("cpu"),
-                          torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()))
+        self.seen.append(
+            (
+                hidden.dtype,
+                probabilities.dtype,
+                out.dtype,
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.is_autocast_cache_enabled(),
+            )
+        )
         return out
 
 
@@ -65,7 +73,7 @@ def run(way, region, backward):
     return [x.grad, *(p.grad for p in net.parameters())], seen
 
 
-REGIONS = {     # of the forward, and of backward
+REGIONS = {  # of the forward, and of backward
     "default": (lambda: autocast("cpu"), contextlib.nullcontext),
     "like torch": (like_torch, contextlib.nullcontext),
     "float16": (lambda: autocast("cpu", FP16), contextlib.nullcontext),
@@ -76,7 +84,8 @@ REGIONS = {     # of the forward, and of backward
     "backward in a disabled one": (lambda: autocast("cpu"), lambda: autocast("cpu", enabled=False)),
     "backward under a policy": (lambda: autocast("cpu"), lambda: autocast("cpu", FP16, policy=KEEPS_MM)),
     "backward without the policy": (
-        lambda: autocast("cpu", policy=KEEPS_MM), lambda: autocast("cpu", cache_enabled=False)
+        lambda: autocast("cpu", policy=KEEPS_MM),
+        lambda: autocast("cpu", cache_enabled=False),
     ),
     "only backward enabled": (lambda: autocast("cpu", enabled=False), lambda: autocast("cpu")),
     "only backward in a region": (contextlib.nullcontext, lambda: autocast("cpu")),
@@ -94,7 +103,7 @@ def test_recompute_sees_what_the_forward_saw(way, name):
     torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")     # torch's, in a reentrant forward
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, in a reentrant forward
 @pytest.mark.parametrize("outer_way", ["not reentrant", "reentrant"])
 @pytest.mark.parametrize("inner_way", ["not reentrant", "reentrant"])
 def test_nested_checkpoints(outer_way, inner_way):

@@ -108,6 +108,7 @@ def test_a_graph_break_in_a_region(backend: str) -> None:
 
 def test_an_operator_that_fails_in_compiled_code_leaves_nothing_open() -> None:
     """backend="eager" runs the region in the graph, and skips its end when an operator before that raises."""
+
     def function(x: Tensor, index: Tensor) -> Tensor:
         with autocast("cpu", FP16, policy=RULES, cache_enabled=False):
             return (x @ x.T)[index]
@@ -164,7 +165,8 @@ def traced(region: Callable[[], Any]) -> list[list[str]]:
     return [
         [
             f"{node.target} {node.meta['val'].dtype if isinstance(node.meta.get('val'), Tensor) else ''}"
-            for node in graph.graph.nodes if node.op == "call_function"
+            for node in graph.graph.nodes
+            if node.op == "call_function"
         ]
         for graph in (*backend.fw_graphs, *backend.bw_graphs)
     ]
@@ -309,7 +311,7 @@ def test_modules_compiled_one_by_one_in_a_region_with_module_rules() -> None:
             assert {module(x, more={"x": x})[0].dtype for module in net} == {BF16}
 
 
-@pytest.mark.filterwarnings("ignore:none of the modules that this policy's rules bind")     # in the third
+@pytest.mark.filterwarnings("ignore:none of the modules that this policy's rules bind")  # in the third
 def test_a_compiled_function_called_with_another_model() -> None:
     net, other, x = Net(), Net(), torch.randn(5, 8)
     compiled = torch.compile(lambda net, x: net(x), backend="eager", fullgraph=True)

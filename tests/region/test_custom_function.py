@@ -22,13 +22,16 @@ def here(device: str = "cpu") -> tuple[bool, torch.dtype, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), product.dtype
 
 
-@pytest.mark.parametrize(("region", "forward", "backward", "expected"), [
-    *((region, {}, {"enabled": False}, (False, BF16, FP32)) for region in REGIONS),
-    *((region, {"enabled": False}, {}, (True, BF16, BF16)) for region in REGIONS),
-    *((region, {"dtype": BF16}, {"dtype": FP16}, (True, FP16, FP16)) for region in REGIONS),
-    (autocast, {}, {"policy": KEEPS}, (True, BF16, FP32)),
-    (autocast, {"policy": KEEPS}, {}, (True, BF16, BF16)),
-])
+@pytest.mark.parametrize(
+    ("region", "forward", "backward", "expected"),
+    [
+        *((region, {}, {"enabled": False}, (False, BF16, FP32)) for region in REGIONS),
+        *((region, {"enabled": False}, {}, (True, BF16, BF16)) for region in REGIONS),
+        *((region, {"dtype": BF16}, {"dtype": FP16}, (True, FP16, FP16)) for region in REGIONS),
+        (autocast, {}, {"policy": KEEPS}, (True, BF16, FP32)),
+        (autocast, {"policy": KEEPS}, {}, (True, BF16, BF16)),
+    ],
+)
 def test_backward_sees_the_state_of_its_caller(region, forward, backward, expected):
     """Not that of the forward."""
     seen = []
@@ -206,6 +209,7 @@ def test_device_type_may_be_left_out():
 
 def product(cast_inputs):
     """A product whose backward multiplies as its forward did, by the rules of the region or in a dtype."""
+
     class Product(torch.autograd.Function):
         @staticmethod
         @ampkit.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
@@ -224,7 +228,7 @@ def product(cast_inputs):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("rules", ["default", "keep"])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # of torch, which does so
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch, which does so
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled(inside, rules, backend):
     """One graph, as with torch's decorators; its backward too goes back to the region's rules."""

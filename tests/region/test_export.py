@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit",
     "ignore:.*TracerWarning",
     "ignore:.isinstance.treespec:FutureWarning",
-    "ignore:While compiling, we found certain side effects:UserWarning",     # strict, with module rules: their hooks
+    "ignore:While compiling, we found certain side effects:UserWarning",  # strict, with module rules: their hooks
 )
 
 
@@ -34,16 +34,17 @@ class Exported(nn.Module):
 
 
 # Strict export does not run a `torch.autocast` inside a region while it traces.
-@pytest.mark.parametrize(("name", "strict"), [
-    (name, strict) for name in INSIDE for strict in (False, True) if not (strict and name == "disabled_regions")
-])
+@pytest.mark.parametrize(
+    ("name", "strict"),
+    [(name, strict) for name in INSIDE for strict in (False, True) if not (strict and name == "disabled_regions")],
+)
 def test_export_records_the_region(name: str, strict: bool) -> None:
     """The exported program has the region's casts in it and nothing of ampkit, also once decomposed and reloaded."""
     module, x = Exported(name), torch.randn(3, 8)
     program = torch.export.export(module, (x,), strict=strict)
     assert_same(program.module()(x), module(x))
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    torchs_own = name == "disabled_regions"         # `torch.autocast` inside is a higher-order operator
+    torchs_own = name == "disabled_regions"  # `torch.autocast` inside is a higher-order operator
     assert torchs_own or all(isinstance(target, torch._ops.OpOverload) for target in targets)
     assert_same(program.run_decompositions().module()(x), module(x))
 

@@ -20,13 +20,16 @@ from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
-@pytest.mark.parametrize(("pattern", "bound"), [
-    ("head", {"head"}),
-    ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
-    ("*", ALL),             # of `blocks`, a list that is never called, its modules
-    (Block, ALL - {"head"}),
-    (nn.Module, ALL),
-])
+@pytest.mark.parametrize(
+    ("pattern", "bound"),
+    [
+        ("head", {"head"}),
+        ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
+        ("*", ALL),  # of `blocks`, a list that is never called, its modules
+        (Block, ALL - {"head"}),
+        (nn.Module, ALL),
+    ],
+)
 def test_keys(pattern, bound):
     model = Model()
     assert dtypes(model, rules(model, {pattern: FP32})) == only(*bound)
@@ -57,6 +60,7 @@ def test_inside_each_other_the_innermost_wins(outer, inner):
 
 def test_float32_computes_all_of_a_module_in_float32():
     """Its inputs are cast, by position, by name and in containers; autocast is off inside."""
+
     class Squares(nn.Module):
         def forward(self, x, *, more, skip=None):
             seen.update(x=x * x, more=more["h"][0] * 2, mm=x @ x, skip=skip, on=torch.is_autocast_enabled("cpu"))
@@ -113,7 +117,7 @@ def test_a_recompute_follows_the_rules_of_its_forward(whole, reentrant):
     first, *inner, third, last = layers
     modules = first, nn.Sequential(*inner), third, last
     model = Checkpointed(reentrant, nn.Sequential(*modules)) if whole else Checkpointed(reentrant, *modules)
-    for n, layer in enumerate(layers):      # a recompute may stop before the hooks after a module
+    for n, layer in enumerate(layers):  # a recompute may stop before the hooks after a module
         layer.register_forward_pre_hook(lambda _, args, n=n: seen.append((n, args[0].dtype)))
     with autocast("cpu", BF16, policy=rules(model, {modules[1]: FP32})):
         loss = model(X.clone().requires_grad_()).sum()
@@ -250,14 +254,22 @@ def test_rules_without_effect_are_reported_once_where_the_region_is_left():
         "ran in this region, so the rules had no effect. Bind the model that runs, and bind it after its modules are "
         "replaced: policy.for_modules(model, {...}); policy.check() lists modules that are gone"
     )
-    with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):    # the same rules
+    with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):  # the same rules
         other(X)
 
 
-@pytest.mark.parametrize("run", [
-    lambda model: None, lambda model: torch.mm(X, X.T), lambda model: nn.MSELoss()(X, X), lambda model: model(X),
-    lambda model: model.head(X), lambda model: (Model()(X), model(X)), lambda model: model(X[:, :1]),     # which raises
-])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model: None,
+        lambda model: torch.mm(X, X.T),
+        lambda model: nn.MSELoss()(X, X),
+        lambda model: model(X),
+        lambda model: model.head(X),
+        lambda model: (Model()(X), model(X)),
+        lambda model: model(X[:, :1]),  # which raises
+    ],
+)
 def test_rules_that_may_have_an_effect_are_silent(run):
     model = Model()
     with contextlib.suppress(RuntimeError), autocast("cpu", BF16, policy=rules(model, {"head": FP32})):
@@ -266,7 +278,7 @@ def test_rules_that_may_have_an_effect_are_silent(run):
 
 def test_where_warnings_are_errors_the_region_is_left_all_the_same():
     model, other, before = Model(), Model(), state()
-    with pytest.raises(UserWarning, match="none of the modules"):       # as they are in this suite
+    with pytest.raises(UserWarning, match="none of the modules"):  # as they are in this suite
         with autocast("cpu", policy=rules(model, {"head": FP32})):
             other(X)
     assert state() == before

@@ -64,7 +64,7 @@ def test_function_that_calls_itself():
 def test_what_an_inner_region_takes_from_the_outer(region):
     """The dtype, unless it is given another; disabled it computes in float32, and sets the dtype all the same."""
     made = region("cpu", FP16)
-    for _ in range(2):      # one object may be used again
+    for _ in range(2):  # one object may be used again
         with made:
             with region("cpu") as inner:
                 assert inner.fast_dtype is product() is FP16
@@ -92,6 +92,7 @@ def test_cache_flag_comes_from_where_the_region_was_made(region):
 @both
 def test_two_devices_each_by_its_own_region(region):
     """Operands follow the region of their own device, which switches the other's neither on nor off."""
+
     def here():
         return product(), product(device="cuda"), product(BF16), product(FP16, "cuda")
 
@@ -138,8 +139,10 @@ def test_regions_of_both_keys_inside_each_other():
     """Whatever is around a region, it computes by its own list, and leaving it restores both keys."""
     off = {"enabled": False}, (FP32, BF16)
     regions = [
-        (autocast, {"policy": "default"}, (BF16, FP32)), (autocast, {"policy": "torch"}, (BF16, BF16)),
-        (autocast, *off), (torch.autocast, *off),
+        (autocast, {"policy": "default"}, (BF16, FP32)),
+        (autocast, {"policy": "torch"}, (BF16, BF16)),
+        (autocast, *off),
+        (torch.autocast, *off),
     ]
 
     def here():
@@ -204,6 +207,7 @@ def test_left_twice_or_in_another_thread():
 
 def test_a_generator_that_yields_inside_a_region_raises():
     """torch.amp says nothing and leaves the caller in the generator's region."""
+
     def leaks():
         with autocast("cpu"):
             yield

@@ -45,9 +45,12 @@ def test_calls_in_order_with_rule_place_and_reason(net):
     with record_casts() as record, autocast("cpu", policy=policy):
         net(X)
     assert [(call.op, call.module) for call in record.calls] == [
-        ("aten::linear", "blocks.0.0"), ("aten::layer_norm", "blocks.0.1"),
-        ("aten::linear", "blocks.1.0"), ("aten::layer_norm", "blocks.1.1"),
-        ("aten::linear", "head"), ("aten::softmax.int", "Net"),
+        ("aten::linear", "blocks.0.0"),
+        ("aten::layer_norm", "blocks.0.1"),
+        ("aten::linear", "blocks.1.0"),
+        ("aten::layer_norm", "blocks.1.1"),
+        ("aten::linear", "head"),
+        ("aten::softmax.int", "Net"),
     ]
     linear, norm, second, _, _, softmax = record.calls
     assert (linear.rule, linear.layer, linear.why) == tuple(policy.explain("aten::linear"))[1:]
@@ -69,7 +72,7 @@ def test_casts_are_those_that_torch_makes(net, base, cache):
     wanted = copies(step)
     with record_casts() as record:
         step()
-    inside_softmax = sum(call.rule is Rule.FLOAT32_DTYPE_ARG for call in record.calls)     # torch converts there
+    inside_softmax = sum(call.rule is Rule.FLOAT32_DTYPE_ARG for call in record.calls)  # torch converts there
     assert record.casts + inside_softmax == wanted
 
 
@@ -198,20 +201,23 @@ PRODUCTS = {
     "conv1d": (lambda: F.conv1d(ones(2, 80, 100), ones(500, 80, 3)), {"out channels": (500, 504)}),
     "conv2d": (lambda: F.conv2d(ones(2, 3, 32, 32), ones(64, 3, 7, 7)), {"in channels": (3, 8)}),
     "conv2d, one image": (lambda: F.conv2d(ones(3, 32, 32), ones(64, 3, 7, 7)), {"in channels": (3, 8)}),
-    "conv2d in groups": (      # ResNeXt's first stage
+    "conv2d in groups": (  # ResNeXt's first stage
         lambda: F.conv2d(ones(2, 128, 9, 9), ones(128, 4, 3, 3), groups=32),
         {"in channels": (4, 8), "out channels": (4, 8)},
     ),
     "conv2d by channels": (lambda: F.conv2d(ones(2, 60, 9, 9), ones(60, 1, 3, 3), groups=60), {}),
     "conv3d": (lambda: F.conv3d(ones(2, 64, 4, 4, 4), ones(30, 64, 3, 3, 3)), {"out channels": (30, 32)}),
     "conv_transpose2d": (
-        lambda: F.conv_transpose2d(ones(2, 64, 9, 9), ones(64, 3, 4, 4), ones(3)), {"out channels": (3, 8)}
+        lambda: F.conv_transpose2d(ones(2, 64, 9, 9), ones(64, 3, 4, 4), ones(3)),
+        {"out channels": (3, 8)},
     ),
     "conv_transpose2d in groups": (
-        lambda: F.conv_transpose2d(ones(2, 24, 9, 9), ones(24, 8, 4, 4), ones(16), groups=2), {"in channels": (12, 16)},
+        lambda: F.conv_transpose2d(ones(2, 24, 9, 9), ones(24, 8, 4, 4), ones(16), groups=2),
+        {"in channels": (12, 16)},
     ),
     "attention": (
-        lambda: F.scaled_dot_product_attention(*[ones(2, 8, 77, 60)] * 3), {"head": (60, 64), "value": (60, 64)},
+        lambda: F.scaled_dot_product_attention(*[ones(2, 8, 77, 60)] * 3),
+        {"head": (60, 64), "value": (60, 64)},
     ),
     "a vector": (lambda: F.linear(ones(1, 768), ones(7, 768)), {}),
     "a score for each row": (lambda: F.linear(ones(30, 770), ones(1, 770), ones(1)), {}),
@@ -229,7 +235,8 @@ def test_sizes_that_tensor_cores_must_pad(name):
     assert [product.op for product in products] == ([record.calls[0].op] if padded else [])
     assert {
         dimension: (product.sizes[dimension], size)
-        for product in products for dimension, size in product.padded.items()
+        for product in products
+        for dimension, size in product.padded.items()
     } == padded
 
 
@@ -241,10 +248,24 @@ def test_misaligned_sizes_print_as_a_table(net):
     assert re.fullmatch(r"test_recording.py:\d+", place)
     assert rows[:3] == [
         ["calls", "operator", "module", "line", "computed in", "sizes", "pad"],
-        ["2", "aten::linear", "blocks.*.0", place, "float16", "rows 12, in 8, out 8",
-         "rows 12 -> 16, in 8 -> 16, out 8 -> 16"],
-        ["1", "aten::linear", "head", rows[2][3], "float16", "rows 12, in 8, out 4",
-         "rows 12 -> 16, in 8 -> 16, out 4 -> 16"],
+        [
+            "2",
+            "aten::linear",
+            "blocks.*.0",
+            place,
+            "float16",
+            "rows 12, in 8, out 8",
+            "rows 12 -> 16, in 8 -> 16, out 8 -> 16",
+        ],
+        [
+            "1",
+            "aten::linear",
+            "head",
+            rows[2][3],
+            "float16",
+            "rows 12, in 8, out 4",
+            "rows 12 -> 16, in 8 -> 16, out 4 -> 16",
+        ],
     ]
     assert str(record.misaligned(4)) == "no size to pad in the matrix products and convolutions that were recorded"
     with pytest.raises(ValueError, match=r"multiple is 2\.5; expected a number of elements of 16 bits"):
@@ -306,14 +327,15 @@ def test_the_check_of_integers_can_be_left_out_and_is_no_part_of_the_record():
     with record_casts(check_integers=False) as unasked, autocast("cpu", BF16):
         Rope()(POSITIONS)
     policy = Policy.default("cpu").with_rules({"aten::eq.Tensor": Rule.FLOAT32, "aten::ne.Tensor": Rule.LOWER})
-    with (      # once: not under `vmap`
-        pytest.warns(UserWarning, match="distinct integers"), record_casts() as asked,
+    with (  # once: not under `vmap`
+        pytest.warns(UserWarning, match="distinct integers"),
+        record_casts() as asked,
         autocast("cpu", BF16, policy=policy),
     ):
         (Rope()(POSITIONS), torch.vmap(Rope())(POSITIONS[None]))
     assert [call.op for call in unasked.calls] == ["aten::matmul"]
     assert [call.op for call in asked.calls] == ["aten::matmul"] * 2
     assert len(asked.merged) == 1
-    with pytest.raises(ZeroDivisionError), record_casts() as broken, autocast("cpu", BF16):     # no warning beside it
+    with pytest.raises(ZeroDivisionError), record_casts() as broken, autocast("cpu", BF16):  # no warning beside it
         Rope()(POSITIONS).relu().sum() / (1 // 0)
     assert broken.merged == []

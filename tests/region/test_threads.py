@@ -46,14 +46,21 @@ def test_regions_of_several_threads_at_once():
         return run
 
     default = Policy.default("cpu")
-    assert in_threads([
-        call(contextlib.nullcontext()), call(autocast("cpu")), call(autocast("cpu", FP16)),
-        call(autocast("cpu", policy="torch")), *(
-            call(autocast("cpu", policy=default.for_modules(model, {"1": dtype}))) for dtype in (FP32, FP16)
-        ),
-    ]) == [
-        {(FP32, FP32, BF16)}, {(BF16, BF16, FP32)}, {(FP16, FP16, FP32)}, {(BF16, BF16, BF16)},
-        {(FP32, BF16, FP32)}, {(FP16, BF16, FP32)},
+    assert in_threads(
+        [
+            call(contextlib.nullcontext()),
+            call(autocast("cpu")),
+            call(autocast("cpu", FP16)),
+            call(autocast("cpu", policy="torch")),
+            *(call(autocast("cpu", policy=default.for_modules(model, {"1": dtype}))) for dtype in (FP32, FP16)),
+        ]
+    ) == [
+        {(FP32, FP32, BF16)},
+        {(BF16, BF16, FP32)},
+        {(FP16, FP16, FP32)},
+        {(BF16, BF16, BF16)},
+        {(FP32, BF16, FP32)},
+        {(FP16, BF16, FP32)},
     ]
 
 
@@ -61,9 +68,14 @@ class Decorated(nn.Sequential):
     forward = autocast("cpu", FP16)(nn.Sequential.forward)
 
 
-@pytest.mark.parametrize("model", [
-    Decorated(nn.Linear(4, 4)), wrap_forward(nn.Sequential(nn.Linear(4, 4)), "cpu", FP16),
-], ids=["decorated", "wrapped"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        Decorated(nn.Linear(4, 4)),
+        wrap_forward(nn.Sequential(nn.Linear(4, 4)), "cpu", FP16),
+    ],
+    ids=["decorated", "wrapped"],
+)
 def test_replicas_of_a_wrapped_and_a_decorated_module_in_threads(model):
     """As `nn.DataParallel` makes and calls them."""
     replicas = [model._replicate_for_data_parallel() for _ in range(4)]
@@ -83,7 +95,7 @@ def test_cache_shared_by_several_threads():
                     out = layer(torch.ones(1, 8))
                 out.float().sum().backward()
                 torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
-            cache.clear()       # amid the uses of the other threads
+            cache.clear()  # amid the uses of the other threads
 
     in_threads([call] * 4)
 
@@ -117,7 +129,7 @@ def test_first_regions_of_a_process_in_several_threads():
 def test_threads_that_end_inside_a_region_leave_nothing_behind():
     layer = nn.Linear(8, 8)
     rules = Policy.default("cpu").for_modules(layer, {nn.Linear: torch.float32})
-    before = [entry for entry in gc.get_objects() if type(entry) is Entry]    # of tests whose exceptions are kept
+    before = [entry for entry in gc.get_objects() if type(entry) is Entry]  # of tests whose exceptions are kept
 
     def call():
         for policy in (None, rules):
@@ -131,7 +143,7 @@ def test_threads_that_end_inside_a_region_leave_nothing_behind():
     gc.collect()
     assert [entry for entry in gc.get_objects() if type(entry) is Entry] == before
     assert list(module_hooks._open) == []
-    with autocast("cpu", policy=rules):     # the next region removes the hooks that they left
+    with autocast("cpu", policy=rules):  # the next region removes the hooks that they left
         pass
 
 

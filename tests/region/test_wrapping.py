@@ -40,8 +40,11 @@ def test_copies_and_pickles_are_wrapped():
     torch.save(model, buffer)
     buffer.seek(0)
     others = [
-        copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model)),
-        torch.load(buffer, weights_only=False), copy.deepcopy(nn.Sequential(model)),
+        copy.deepcopy(model),
+        copy.copy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+        copy.deepcopy(nn.Sequential(model)),
     ]
     for other in others:
         assert other(X).dtype is FP16
@@ -86,15 +89,22 @@ def test_outputs_are_cast_in_any_container():
     assert model(X)["y"].dtype is FP16
 
 
-@pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda model: wrap_forward(lambda x: x, "cpu"), TypeError, "wrap_forward takes an nn.Module, got function"),
-    (lambda model: wrap_forward(model, "meta"), RuntimeError, "has no autocast"),
-    (lambda model: wrap_forward(model, "cpu", policy=1), TypeError, "policy"),
-    (lambda model: wrap_forward(model, "cpu", cast_outputs=32), TypeError, "cast_outputs is 32; expected a torch.dt"),
-    (lambda model: wrap_forward(model, "cpu", dtyp=FP16), TypeError, "unexpected keyword argument 'dtyp'"),
-    (lambda model: unwrap_forward(1), TypeError, "unwrap_forward takes an nn.Module, got int"),
-    (lambda model: unwrap_forward(model), RuntimeError, "this Linear is not under wrap_forward"),
-])
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda model: wrap_forward(lambda x: x, "cpu"), TypeError, "wrap_forward takes an nn.Module, got function"),
+        (lambda model: wrap_forward(model, "meta"), RuntimeError, "has no autocast"),
+        (lambda model: wrap_forward(model, "cpu", policy=1), TypeError, "policy"),
+        (
+            lambda model: wrap_forward(model, "cpu", cast_outputs=32),
+            TypeError,
+            "cast_outputs is 32; expected a torch.dt",
+        ),
+        (lambda model: wrap_forward(model, "cpu", dtyp=FP16), TypeError, "unexpected keyword argument 'dtyp'"),
+        (lambda model: unwrap_forward(1), TypeError, "unwrap_forward takes an nn.Module, got int"),
+        (lambda model: unwrap_forward(model), RuntimeError, "this Linear is not under wrap_forward"),
+    ],
+)
 def test_what_is_refused_changes_nothing(call, error, message):
     model = nn.Linear(4, 4)
     with pytest.raises(error, match=message):

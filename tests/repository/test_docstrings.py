@@ -19,7 +19,7 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
                 continue
             yield f"{package.__name__}.{name}", value
             for method, function in vars(value).items() if inspect.isclass(value) else ():
-                function = getattr(function, "__func__", function)      # of class and static methods
+                function = getattr(function, "__func__", function)  # of class and static methods
                 if not method.startswith("_") and inspect.isfunction(function):
                     yield f"{package.__name__}.{name}.{method}", function
 

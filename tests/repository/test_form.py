@@ -18,8 +18,8 @@ from tests.helpers.paths import ROOT
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TOOLS = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))
 MOST_LINES = 60
-HALVES = ("region", "scaler")    # used together, and neither imports the other
-KERNEL_MODULES = {"ampkit_kernels", "ampkit_kernels.reference", "ampkit_kernels.triton_ops"}    # what ampkit may import
+HALVES = ("region", "scaler")  # used together, and neither imports the other
+KERNEL_MODULES = {"ampkit_kernels", "ampkit_kernels.reference", "ampkit_kernels.triton_ops"}  # what ampkit may import
 # What only its writer can follow: a folder of one computer (tests use tmp_path), a number in place of a link.
 UNREACHABLE = re.compile(r"(?<![\w.])/(?:home|mnt|root|tmp|Users|work)/\w|\bissues? #?\d{1,3}\b")
 
@@ -79,8 +79,13 @@ def imports_that_reach_too_far(graph: Mapping[str, set[str]]) -> list[str]:
     return [
         *(f"ampkit_kernels imports {package}" for package in below(packages, "ampkit_kernels")),
         *(f"{half} reaches {other}" for half, other in (HALVES, HALVES[::-1]) if other in below(packages, half)),
-        *(f"{name} imports {other}" for name, imported in graph.items() if not name.startswith("ampkit_kernels")
-          for other in imported - KERNEL_MODULES if other.startswith("ampkit_kernels")),
+        *(
+            f"{name} imports {other}"
+            for name, imported in graph.items()
+            if not name.startswith("ampkit_kernels")
+            for other in imported - KERNEL_MODULES
+            if other.startswith("ampkit_kernels")
+        ),
     ]
 
 
@@ -108,7 +113,7 @@ def tracked_texts() -> Iterable[tuple[str, str]]:
         try:
             yield name, Path(ROOT, name).read_text(encoding="utf-8")
         except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
-            continue        # pictures, and files that are deleted and not yet committed
+            continue  # pictures, and files that are deleted and not yet committed
 
 
 def unreachable_lines(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from tests.helpers.processes import fresh_python
 
 HEAVY = ("triton", "matplotlib", "rich", "sklearn", "transformers", "accelerate", "lightning", "timm")
 ON_REQUEST = ("ampkit.debugging", "ampkit.integrations")
-MOST_SECONDS = 1.5      # of processor time for `import ampkit` after torch; 0.2 s on a quiet core
+MOST_SECONDS = 1.5  # of processor time for `import ampkit` after torch; 0.2 s on a quiet core
 
 QUESTIONS = """
 import importlib, json, pkgutil, sys, time, traceback, warnings
@@ -98,5 +98,5 @@ def test_names_of_torch_amp_and_apex_say_what_stands_in_their_place() -> None:
 def test_every_module_can_be_imported(seen: dict[str, Any]) -> None:
     """With no circle of imports, the order does not matter. Integrations import their libraries: see their tests."""
     assert not seen["failures"], "\n".join(f"{name}:\n{text}" for name, text in seen["failures"].items())
-    if importlib.util.find_spec("kernels.utils") is None:       # transformers looks for that package
+    if importlib.util.find_spec("kernels.utils") is None:  # transformers looks for that package
         assert not seen["hugging face"], "at the repository root our folder passes for Hugging Face's `kernels`"

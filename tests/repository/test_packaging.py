@@ -46,7 +46,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
 
 def requirements_of(name: str) -> set[str]:
     """The names of a distribution and of all that it requires, directly or through others."""
-    seen: set[tuple[str, str]] = set()      # a name with each requested extra, "" for none
+    seen: set[tuple[str, str]] = set()  # a name with each requested extra, "" for none
     pending = [(name, "")]
     while pending:
         required, extra = pending.pop()

@@ -41,12 +41,12 @@ def test_arguments_are_torchs_with_ours_by_keyword() -> None:
 def test_the_float32_reciprocal_has_the_bits_of_the_rounded_float64_one() -> None:
     """Of every scale: all significands, with normal and with subnormal quotients, and all powers of two."""
     significands = torch.arange(2**23, dtype=torch.int32)
-    for exponent in (0, 126, 127):      # above 2**126 quotients are subnormal
+    for exponent in (0, 126, 127):  # above 2**126 quotients are subnormal
         scales = (significands + ((exponent + 127) << 23)).view(torch.float32)
         assert torch.equal(scales.reciprocal(), scales.double().reciprocal().float()), f"2**{exponent}"
     powers = torch.tensor([2.0**exponent for exponent in range(-126, 128)])
     assert torch.equal(powers.reciprocal(), powers.double().reciprocal().float())
-    for scale in (3.0, 65535.0, 2.0**127, LARGEST_SCALE):       # 0-d, as a scaler's
+    for scale in (3.0, 65535.0, 2.0**127, LARGEST_SCALE):  # 0-d, as a scaler's
         scaler = started(GradScaler, scale)
         inv_scale, flag = scaler._inverse_scale()
         assert inv_scale.item() == torch.tensor(scale).double().reciprocal().float().item()
@@ -82,7 +82,7 @@ def test_calls_out_of_order_say_what_is_wrong(cls, is_taken_away: bool) -> None:
     scaler.step(optimizer)
     refuses(["unscale_"], RuntimeError, r"{}\(\) is being called after step\(\)")
     if cls is GradScaler:
-        calls["unscale_"] = lambda each: scaler.unscale_(each, allow_repeat=True)   # before `step` that repeats nothing
+        calls["unscale_"] = lambda each: scaler.unscale_(each, allow_repeat=True)  # before `step` that repeats nothing
         refuses(["unscale_", "clip_grad_norm_"], RuntimeError, r"{}\(\) is being called after step\(\)")
     refuses(["step"], RuntimeError, r"{}\(\) has already been called since the last update\(\)")
     scaler.update()

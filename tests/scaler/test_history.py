@@ -40,8 +40,14 @@ def test_counts_and_rows_equal_a_plain_account(flags, reads, size, block) -> Non
                 assert len(scaler.history) == min(size, i + 1)
     changes, skips = [after - before for before, after in itertools.pairwise(scales)], flags.count(True)
     assert scaler.stats() == ScalerStats(
-        scale=scales[-1], updates=len(flags), steps=len(flags) - skips, skips=skips, overflows=skips,
-        consecutive_skips=run, growths=sum(by > 0 for by in changes), backoffs=sum(by < 0 for by in changes),
+        scale=scales[-1],
+        updates=len(flags),
+        steps=len(flags) - skips,
+        skips=skips,
+        overflows=skips,
+        consecutive_skips=run,
+        growths=sum(by > 0 for by in changes),
+        backoffs=sum(by < 0 for by in changes),
     )
     assert scaler.history == rows[-size:]
 
@@ -80,9 +86,9 @@ def test_an_ordinary_step_reads_one_number(monkeypatch) -> None:
     scaler = started(GradScaler)
     params = with_grads([torch.ones(4), torch.ones(3, dtype=torch.float64)])
     optimizer = torch.optim.SGD(params, lr=0.1)
-    for step_reads in (1, 2):       # a skipped one the scale too
+    for step_reads in (1, 2):  # a skipped one the scale too
         with count_reads() as reads, monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "tolist", None)     # a read that calls no operator on the CPU
+            patch.setattr(torch.Tensor, "tolist", None)  # a read that calls no operator on the CPU
             iterate(scaler, optimizer)
             scaler.stepped(optimizer)
             scaler.found_inf(optimizer)
@@ -115,7 +121,7 @@ def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
     Nor do updates between replays count the growths of those.
     """
     scaler, (_, optimizer) = started(GradScaler), one_parameter()
-    for value in (1.0, math.inf, math.nan):     # the first one is counted at once, the others wait
+    for value in (1.0, math.inf, math.nan):  # the first one is counted at once, the others wait
         iterate(scaler, optimizer, value)
     before = scaler._history._totals.clone()
     with monkeypatch.context() as patch:
@@ -126,6 +132,6 @@ def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
     assert {name: count for name, count in counted.items() if count} == {"updates": 1, "attempts": 1}
     for _ in range(2):
         iterate(scaler, optimizer, 1.0)
-        scaler._scale.mul_(2.0)     # as replays would
+        scaler._scale.mul_(2.0)  # as replays would
     assert scaler.stats() == ScalerStats(scaler.get_scale(), updates=6, steps=4, skips=2, overflows=2, backoffs=2)
     assert [row["overflow"] for row in scaler.history] == [False, True, True, False, False]

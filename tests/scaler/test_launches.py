@@ -17,7 +17,7 @@ from tests.helpers.scaler_tools import alike, one_parameter, started
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),       # NumPy's, of the inf and NaN under test
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of the inf and NaN under test
     pytest.mark.filterwarnings("ignore:the loss scale has fallen"),
 ]
 # Operators that launch nothing on a GPU: new memory, views, and what the profiler notes.
@@ -54,7 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
         def run(*args, **options):
             counted.names.append(kernel.fn.__name__)
-            with torch._C._DisableTorchDispatch():      # the interpreter computes with NumPy and copies
+            with torch._C._DisableTorchDispatch():  # the interpreter computes with NumPy and copies
                 launch(*args, **options)
 
         return run
@@ -83,7 +83,7 @@ def test_clipping_a_step_and_an_update_take_six_launches(launches, monkeypatch, 
             scaler.clip_grad_norm_(optimizer, 0.5)
             scaler.step(optimizer)
             scaler.update()
-        tally = ["tally_kernel"] * (i == 0 or (captured and i == 2))    # a capture must find its kernels loaded
+        tally = ["tally_kernel"] * (i == 0 or (captured and i == 2))  # a capture must find its kernels loaded
         assert [name for name in launches.names if name == "tally_kernel"] == tally
     upload, step = ["upload"] * moved, ["prepare_kernel", "adamw_kernel", "update_kernel"]
     assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step, *tally]
@@ -99,8 +99,16 @@ def test_scales_at_both_ends_of_float32_are_torchs(launches) -> None:
         for flag in (torch.zeros(()), torch.ones(())):
             state, theirs = (rule.init("cpu", scale=start, growth_tracker=1) for _ in range(2))
             triton_ops.update_scale_(
-                state, flag, growth_factor=growth, backoff_factor=backoff, growth_interval=2, min_scale=rule.min_scale,
-                max_scale=rule.max_scale, hysteresis=1, refills_when_clean=False, tolerance=0.0,
+                state,
+                flag,
+                growth_factor=growth,
+                backoff_factor=backoff,
+                growth_interval=2,
+                min_scale=rule.min_scale,
+                max_scale=rule.max_scale,
+                hysteresis=1,
+                refills_when_clean=False,
+                tolerance=0.0,
             )
             wanted = rule.next_state(theirs, flag)
             torch._amp_update_scale_(theirs.scale, theirs.growth_tracker, flag, growth, backoff, 2)
@@ -119,9 +127,15 @@ def trained(seed: int, dtype: torch.dtype) -> list[Any]:
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
     rule = DynamicLossScale(
-        draw(1.0, 3.0, 2.0**14, 12345.6), growth_factor=draw(1.0, 2.0, 1.7, 1e30), backoff_factor=draw(0.5, 0.3, 1.0),
-        growth_interval=draw(0, 1, 2, 5, 2**40), min_scale=draw(2.0**-126, 0.7), max_scale=draw(2.0**15, 3.4e38),
-        hysteresis=draw(1, 1, 2, 3), hysteresis_refill=draw("growth", "clean"), tolerance=draw(0.0, 0.0, 0.3),
+        draw(1.0, 3.0, 2.0**14, 12345.6),
+        growth_factor=draw(1.0, 2.0, 1.7, 1e30),
+        backoff_factor=draw(0.5, 0.3, 1.0),
+        growth_interval=draw(0, 1, 2, 5, 2**40),
+        min_scale=draw(2.0**-126, 0.7),
+        max_scale=draw(2.0**15, 3.4e38),
+        hysteresis=draw(1, 1, 2, 3),
+        hysteresis_refill=draw("growth", "clean"),
+        tolerance=draw(0.0, 0.0, 0.3),
     )
     scaler, found = started(loss_scale=rule), list[Any]()
     pairs = [one_parameter(dtype=dtype) for _ in range(3)]
@@ -133,7 +147,7 @@ def trained(seed: int, dtype: torch.dtype) -> list[Any]:
                 scaler.step(optimizer)
         scaler.update()
         found += [scaler._scale.clone(), scaler._growth_tracker.clone()]
-        found += [each.clone() for each in scaler._counters if not rule.is_plain]       # without a meaning there
+        found += [each.clone() for each in scaler._counters if not rule.is_plain]  # without a meaning there
         found += [scaler.stats()] * draw(True, False)
     return [*found, scaler.stats(), str(scaler.history)]
 

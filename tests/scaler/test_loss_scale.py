@@ -71,7 +71,7 @@ def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int
 
 @pytest.mark.filterwarnings("ignore:the loss scale has fallen")
 @settings(max_examples=30)
-@example([0.0, 0.0, 0.0, 0.0, 1.0, 1.0], 2, "growth", 0.25, 6, (4.0, 64.0))     # forgiven, then counted
+@example([0.0, 0.0, 0.0, 0.0, 1.0, 1.0], 2, "growth", 0.25, 6, (4.0, 64.0))  # forgiven, then counted
 @given(
     flags=flags,
     hysteresis=st.integers(1, 3),
@@ -83,8 +83,13 @@ def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int
 def test_dynamic_rule_follows_its_description(flags, hysteresis, refill, tolerance, interval, bounds) -> None:
     """As a pure rule, and in a scaler, which writes the next state into the same tensors."""
     rule = DynamicLossScale(
-        16.0, growth_interval=interval, min_scale=bounds[0], max_scale=bounds[1], hysteresis=hysteresis,
-        hysteresis_refill=refill, tolerance=tolerance,
+        16.0,
+        growth_interval=interval,
+        min_scale=bounds[0],
+        max_scale=bounds[1],
+        hysteresis=hysteresis,
+        hysteresis_refill=refill,
+        tolerance=tolerance,
     )
     state, scaler, (_, optimizer) = rule.init("cpu"), started(loss_scale=rule), one_parameter()
     tensors = [scaler._scale, scaler._growth_tracker, *scaler._counters]

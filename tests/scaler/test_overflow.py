@@ -49,7 +49,7 @@ def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None
     plant_nonfinite(model[2].bias, 1)
     train(scaler, model, optimizer, 1)
     optimizer.zero_grad(set_to_none=True)
-    with pytest.MonkeyPatch.context() as patch:     # no skip, no cost
+    with pytest.MonkeyPatch.context() as patch:  # no skip, no cost
         patch.delattr("ampkit.scaler.grad_scaler.count_nonfinite")
         train(scaler, model, optimizer, 2)
     assert [c.name for c in scaler.overflow_report(model, optimizer=optimizer)] == ["2.bias"]
@@ -69,8 +69,7 @@ def deep_model() -> nn.Sequential:
     "path", [path for path, module in deep_model().named_modules() if [*module.parameters(recurse=False)]]
 )
 def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None:
-    """Beside what hooks see while backward runs, in a step that is skipped as a module's output has a gradient of inf.
-    """
+    """Beside what hooks see while backward runs, in a step that is skipped as a module's output has a gradient of inf."""
     model, seen = deep_model(), []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(
@@ -104,7 +103,7 @@ def test_a_collapsed_scale_warns_once() -> None:
     with pytest.warns(UserWarning, match=r"fallen to 6.1e-05 and gradients still overflow"):
         overflow(scaler)
     overflow(scaler, 5)
-    overflow(GradScaler("cpu", loss_scale=StaticLossScale(2.0**-20), on_stuck="raise"), 3)     # is not stuck
+    overflow(GradScaler("cpu", loss_scale=StaticLossScale(2.0**-20), on_stuck="raise"), 3)  # is not stuck
 
 
 def test_a_collapsed_scale_can_raise_with_everything_in_order_or_call_the_user() -> None:

@@ -18,12 +18,16 @@ BETTER = pytest.mark.parametrize("cls", [GradScaler, pytest.param(torch.amp.Grad
 
 
 @BETTER
-@pytest.mark.parametrize(("scale", "grad"), [
-    (2.0**-4, torch.tensor([1e38])),                            # inf when it is divided
-    (2.0**-4, torch.tensor([2e38], dtype=torch.bfloat16)),      # by its own range
-    (1.0, torch.sparse_coo_tensor([[1, 1]], [3e38, 3e38], (3,), check_invariants=True)),    # inf when it is added up
-    (1.0, torch.tensor([complex(0.0, math.nan)])),
-], ids=["divided", "bfloat16", "sparse", "complex"])
+@pytest.mark.parametrize(
+    ("scale", "grad"),
+    [
+        (2.0**-4, torch.tensor([1e38])),  # inf when it is divided
+        (2.0**-4, torch.tensor([2e38], dtype=torch.bfloat16)),  # by its own range
+        (1.0, torch.sparse_coo_tensor([[1, 1]], [3e38, 3e38], (3,), check_invariants=True)),  # inf when it is added up
+        (1.0, torch.tensor([complex(0.0, math.nan)])),
+    ],
+    ids=["divided", "bfloat16", "sparse", "complex"],
+)
 def test_overflows_of_every_kind_are_found(cls, scale, grad) -> None:
     scaler, param = started(cls, scale), torch.nn.Parameter(torch.ones(grad.shape, dtype=grad.dtype))
     param.grad = grad.clone()
@@ -85,7 +89,7 @@ def test_attributes_are_gone_or_back_when_a_step_raises(cls) -> None:
     optimizer = Fails(with_grads([torch.ones(1)]), lr=1.0)
     optimizer.grad_scale = preset = torch.tensor(3.0)
     scaler = started(cls)
-    for _ in range(2):      # still READY
+    for _ in range(2):  # still READY
         with pytest.raises(ValueError, match="out of luck"):
             scaler.step(optimizer)
         assert optimizer.grad_scale is preset

@@ -52,7 +52,7 @@ class Problem:
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
         if isinstance(optimizer, SAM):
-            self.closure()      # its first phase
+            self.closure()  # its first phase
         if self.scaler is None:
             return optimizer.step(self.closure)
         result = self.scaler.step(optimizer, closure=self.closure)
@@ -84,10 +84,14 @@ def test_steps_equal_those_without_scaling(name, enabled) -> None:
         assert (scaler.get_scale(), scaler.stats().steps) == (2.0**18, 4)
 
 
-@pytest.mark.parametrize(("name", "how", "fail_at"), [
-    *(("lbfgs strong_wolfe", how, fail_at) for how in ("loss", "gradient") for fail_at in (1, 2, 9)),
-    ("sam", "gradient", 1), ("sam", "gradient", 2),
-])
+@pytest.mark.parametrize(
+    ("name", "how", "fail_at"),
+    [
+        *(("lbfgs strong_wolfe", how, fail_at) for how in ("loss", "gradient") for fail_at in (1, 2, 9)),
+        ("sam", "gradient", 1),
+        ("sam", "gradient", 2),
+    ],
+)
 def test_a_bad_evaluation_undoes_the_whole_step(name, how, fail_at) -> None:
     """Whether in its first evaluation or amid a line search: parameters and state are as before the step."""
     scaler = GradScaler("cpu")
@@ -118,6 +122,7 @@ def test_nothing_is_written_where_the_first_evaluation_comes_before_any_change(m
     param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer, scaler = make([param]), GradScaler("cpu")
     for factor in (1.0, 1.0, math.inf):
+
         def closure(factor: float = factor) -> torch.Tensor:
             optimizer.zero_grad()
             loss = (param.float() * factor).sum()
@@ -175,5 +180,5 @@ def test_python_losses_and_none_are_understood() -> None:
         scaler.update()
     problem.closure()
     before = problem.weight.detach().clone()
-    scaler.step(optimizer, None)    # no closure at all
+    scaler.step(optimizer, None)  # no closure at all
     assert not torch.equal(problem.weight, before)

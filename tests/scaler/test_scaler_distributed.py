@@ -110,12 +110,20 @@ def flat(rank: int, world: int, which: str, clip: bool) -> None:
     check_training(model, which, rank, rank == 0, clip, group=model.process_group)
 
 
-@pytest.mark.parametrize(("world", "train", "which", "clip"), [
-    *((2, train, which, False) for train in (ddp, fsdp, flat) for which in ("ordinary", "fused")),
-    *((2, train, "ordinary", True) for train in (ddp, fsdp, flat)),
-    (2, ddp, "ampkit", False), (2, flat, "ampkit", False), (2, fsdp, "ampkit", True), (2, flat, "ampkit", True),
-    (4, fsdp, "fused", True), (4, two_dimensions, "ordinary", False), (4, two_dimensions, "fused", False),
-])
+@pytest.mark.parametrize(
+    ("world", "train", "which", "clip"),
+    [
+        *((2, train, which, False) for train in (ddp, fsdp, flat) for which in ("ordinary", "fused")),
+        *((2, train, "ordinary", True) for train in (ddp, fsdp, flat)),
+        (2, ddp, "ampkit", False),
+        (2, flat, "ampkit", False),
+        (2, fsdp, "ampkit", True),
+        (2, flat, "ampkit", True),
+        (4, fsdp, "fused", True),
+        (4, two_dimensions, "ordinary", False),
+        (4, two_dimensions, "fused", False),
+    ],
+)
 def test_ranks_skip_together_and_hold_one_scale(world: int, train: Callable[..., Any], which: str, clip: bool) -> None:
     """An inf on one rank only; parameters stay where they were everywhere, and equal."""
     on_ranks(train, which, clip, world=world)
@@ -141,9 +149,15 @@ def by_hand(rank: int, world: int, which: str, empty: bool) -> None:
     assert scaler._get_growth_tracker() == 1
 
 
-@pytest.mark.parametrize(("world", "which", "empty"), [
-    *((2, which, False) for which in OPTIMIZERS), (2, "ordinary", True), (2, "fused", True), (4, "fused", True),
-])
+@pytest.mark.parametrize(
+    ("world", "which", "empty"),
+    [
+        *((2, which, False) for which in OPTIMIZERS),
+        (2, "ordinary", True),
+        (2, "fused", True),
+        (4, "fused", True),
+    ],
+)
 def test_a_process_group_agrees_for_every_optimizer(world: int, which: str, empty: bool) -> None:
     """With a rank without gradients too, which follows the others."""
     on_ranks(by_hand, which, empty, world=world)
@@ -168,7 +182,7 @@ def norm_over_stages(rank: int, world: int) -> None:
 def drifted(rank: int, world: int) -> None:
     """An inf on one rank only, in a parameter that is not shared; found by a check that all ranks make."""
     scaler, (_, optimizer) = GradScaler("cpu"), one_parameter()
-    scaler.check_ranks()        # never used: the same everywhere
+    scaler.check_ranks()  # never used: the same everywhere
     scaler.scale(torch.ones(()))
     iterate(scaler, optimizer, 1.0)
     scaler.check_ranks()
@@ -184,9 +198,13 @@ def several_meshes(rank: int, world: int) -> None:
     """A replicated parameter first, then one sharded over each dimension of a mesh: all ranks must agree."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rows", "columns"))
     for bad_rank in (0, world - 1):
-        params = [nn.Parameter(torch.ones(2)), *(
-            nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh[name], [Shard(0)])) for name in ("rows", "columns")
-        )]
+        params = [
+            nn.Parameter(torch.ones(2)),
+            *(
+                nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh[name], [Shard(0)]))
+                for name in ("rows", "columns")
+            ),
+        ]
         for param in params:
             param.grad = torch.ones_like(param)
         if rank == bad_rank:
@@ -245,10 +263,18 @@ def one_norm_is_judged(rank: int, world: int) -> None:
             assert scaler.stepped(optimizer) is (limit > whole)
 
 
-@pytest.mark.parametrize(("check", "world"), [
-    (norm_over_stages, 2), (drifted, 2), (several_meshes, 4), (pending_reduction, 2), (closure_on_one_rank, 2),
-    (copying, 2), (one_norm_is_judged, 2),
-])
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        (norm_over_stages, 2),
+        (drifted, 2),
+        (several_meshes, 4),
+        (pending_reduction, 2),
+        (closure_on_one_rank, 2),
+        (copying, 2),
+        (one_norm_is_judged, 2),
+    ],
+)
 def test_on_ranks(check: Callable[..., None], world: int) -> None:
     on_ranks(check, world=world)
 
@@ -259,7 +285,7 @@ def where_messages_are(rank: int, world: int, device: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: seen.append(tensor.device.type))
         scaler = GradScaler(device, process_group=dist.group.WORLD)
-        with pytest.raises(NotImplementedError, match="meta"):       # which has no values to read
+        with pytest.raises(NotImplementedError, match="meta"):  # which has no values to read
             scaler.check_ranks()
         assert scaler._unscale_grads_(torch.optim.SGD([param], lr=1.0), torch.ones(()), torch.zeros(())).keys()
     assert seen == [device, device]
@@ -285,7 +311,7 @@ def outlier_on_one_rank(rank: int, world: int, which: str, sharded: bool) -> Non
         (grad.to_local() if sharded else grad).mul_(10.0 if step == INF_AT and rank else 1.0)
         before = full(model.weight)
         if not sharded:
-            scaler.clip_grad_norm_(optimizer, 1e9)      # by the norm of each rank alone
+            scaler.clip_grad_norm_(optimizer, 1e9)  # by the norm of each rank alone
         iterate(scaler, optimizer)
         assert torch.equal(before, full(model.weight)) is (step == INF_AT) is not scaler.stepped(optimizer)
     assert (scaler.stats().outliers, scaler.stats().skips, scaler.get_scale()) == (1, 0, 8.0)

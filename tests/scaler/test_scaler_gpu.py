@@ -27,7 +27,7 @@ AWARE = {
 def test_no_host_wait_in_an_iteration(which, rule) -> None:
     optimizer = AWARE[which](with_grads([torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda")]))
     scaler, loss = started(device="cuda", loss_scale=rule), torch.ones((), device="cuda", requires_grad=True)
-    iterate(scaler, optimizer)      # the first step compiles kernels and makes the optimizer's state
+    iterate(scaler, optimizer)  # the first step compiles kernels and makes the optimizer's state
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(300):  # past a folding of the counts

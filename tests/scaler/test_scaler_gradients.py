@@ -23,11 +23,11 @@ def test_fp16_gradients_are_refused_untouched(cls) -> None:
         assert scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY"
         assert cls is not GradScaler or "float16 gradients of head.weight;" in str(caught.value)
     if cls is GradScaler:
-        scaler.allow_fp16 = True        # for optimizers that keep float32 masters
+        scaler.allow_fp16 = True  # for optimizers that keep float32 masters
         scaler.unscale_(optimizer)
         assert (a.grad.item(), b.grad.item()) == (2.0**-13, 2.0**-13)
     b.grad = torch.ones_like(b)
-    started(cls).step(torch.optim.Adam([b], lr=0.1, fused=True))       # amp-aware ones need no leave
+    started(cls).step(torch.optim.Adam([b], lr=0.1, fused=True))  # amp-aware ones need no leave
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -76,7 +76,7 @@ def test_gradients_computed_again_between_two_steps_are_unscaled_again(cls, scal
         if scaled == "kept":
             shared.grad = kept.copy_(shared.grad)
         if not losses:
-            scaler.scale(torch.ones(()))        # another loss, which does not reach it
+            scaler.scale(torch.ones(()))  # another loss, which does not reach it
         scaler.step(optimizer)
     scaler.update()
     assert shared.tolist() == [0.0, 0.0]
@@ -110,7 +110,7 @@ def test_a_gradient_of_two_optimizers_is_refused(make, first, second, scaled) ->
             getattr(scaler, second)(other, *[1e9] * (second == "clip_grad_norm_"))
         assert alike(seen, [(param.detach(), param.grad) for param in (shared, own)])
         scaler.update()
-        scaler.unscale_(other)      # the next iteration
+        scaler.unscale_(other)  # the next iteration
 
 
 def test_a_wrapper_may_come_first_and_what_it_wraps_second() -> None:

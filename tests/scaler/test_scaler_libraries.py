@@ -27,7 +27,8 @@ def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
     scaler = started(GradScaler, 4.0)
     (a, first), (b, second) = one_parameter(grad=8.0), one_parameter(grad=16.0)
     scaler._per_optimizer_states[id(second)] = {
-        "stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.ones(1)}
+        "stage": OptState.UNSCALED,
+        "found_inf_per_device": {CPU: torch.ones(1)},
     }
     for optimizer in (first, second):
         scaler.step(optimizer)
@@ -62,7 +63,7 @@ def test_a_stage_set_by_hand_lets_gradients_be_unscaled_again(cls, stage) -> Non
     """Loops for SAM set 2, others READY, to compute an iteration's gradients again."""
     scaler, (param, _) = started(cls, 4.0), one_parameter(grad=8.0)
     optimizer = (SGD if cls is GradScaler else torch.optim.SGD)([param], lr=1.0)
-    if cls is GradScaler:       # a factor that clipping left to the step is forgotten then
+    if cls is GradScaler:  # a factor that clipping left to the step is forgotten then
         scaler.clip_grad_norm_(optimizer, 1e-9)
     else:
         scaler.unscale_(optimizer)
@@ -87,6 +88,7 @@ def test_private_methods_that_a_subclass_replaces_are_called() -> None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
     for name in ("_maybe_opt_step", "_check_inf_per_device", "_lazy_init_scale_growth_tracker"):
+
         def noted(self, *arguments, name=name):
             called.append(name)
             return getattr(GradScaler, name)(self, *arguments)
@@ -119,13 +121,18 @@ def test_unscaling_with_a_process_group_before_anything_was_scaled() -> None:
 def test_private_attributes_can_be_set() -> None:
     scaler = GradScaler("cpu")
     for name, value in (
-        ("_scale", torch.tensor(2.0)), ("_growth_tracker", torch.tensor(3, dtype=torch.int32)), ("_growth_factor", 3.0),
-        ("_backoff_factor", 0.25), ("_growth_interval", 7), ("_init_scale", 2.0), ("_init_growth_tracker", 1),
+        ("_scale", torch.tensor(2.0)),
+        ("_growth_tracker", torch.tensor(3, dtype=torch.int32)),
+        ("_growth_factor", 3.0),
+        ("_backoff_factor", 0.25),
+        ("_growth_interval", 7),
+        ("_init_scale", 2.0),
+        ("_init_growth_tracker", 1),
         ("_per_optimizer_states", defaultdict(_refresh_per_optimizer_state)),
     ):
         setattr(scaler, name, value)
         assert getattr(scaler, name) is value or getattr(scaler, name) == value
-    iterate(scaler, one_parameter(grad=1.0)[1])     # with the scale that was put there by hand
+    iterate(scaler, one_parameter(grad=1.0)[1])  # with the scale that was put there by hand
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2.0, 4)
 
 
@@ -152,8 +159,12 @@ def test_every_method_works_under_a_default_device(rule) -> None:
         param = torch.nn.Parameter(torch.ones(2, device="cpu"))
         plain, lbfgs = torch.optim.SGD([param], lr=0.1), torch.optim.LBFGS([param], max_iter=2)
         fused = torch.optim.SGD([param], lr=0.1, fused=True, momentum=0.9)
-        uses = [(plain, scaler.unscale_), (plain, lambda each: scaler.clip_grad_norm_(each, 1.0)),
-                (plain, lambda each: scaler.clip_grad_value_(each, 1.0)), (fused, lambda _: None)]
+        uses = [
+            (plain, scaler.unscale_),
+            (plain, lambda each: scaler.clip_grad_norm_(each, 1.0)),
+            (plain, lambda each: scaler.clip_grad_value_(each, 1.0)),
+            (fused, lambda _: None),
+        ]
         for factor in (1.0, INF):
             for optimizer, use in uses:
                 optimizer.zero_grad()
@@ -206,7 +217,7 @@ def test_parameters_may_be_swapped_after_an_iteration(cls, fused: bool) -> None:
         optimizer.zero_grad()
         scaler.scale((param * factor).sum()).backward()
         iterate(scaler, optimizer)
-    grad, param.grad = param.grad, None     # as `Module.to` does
+    grad, param.grad = param.grad, None  # as `Module.to` does
     torch.utils.swap_tensors(grad, torch.zeros(2))
     torch.utils.swap_tensors(param, torch.nn.Parameter(torch.zeros(2)))
     assert grad.tolist() == param.tolist() == [0.0, 0.0]
@@ -220,7 +231,7 @@ def test_an_optimizer_that_never_finds_gradients_is_named_once() -> None:
         scaler.step(optimizer)
     assert caught[0].filename == __file__
     scaler.update()
-    iterate(scaler, other, 1.0)     # a phase without gradients after steps is no cause to warn
+    iterate(scaler, other, 1.0)  # a phase without gradients after steps is no cause to warn
     for each in (optimizer, other) * 5:
         iterate(scaler, each, None)
     assert scaler.stats().no_gradients == 13

@@ -47,10 +47,12 @@ class Run:
         for name in names:
             generator = torch.Generator().manual_seed(len(self.params))
             shapes, dtypes = SHAPES["fused" in name], DTYPES["fused" in name]
-            self.params.append([
-                torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-            ])
+            self.params.append(
+                [
+                    torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+                    for shape, dtype in zip(shapes, dtypes, strict=True)
+                ]
+            )
             for param in self.params[-1]:
                 param.grad = torch.zeros_like(param)
             self.optimizers.append(OPTIMIZERS[name](self.params[-1]))
@@ -103,9 +105,12 @@ CALLS: dict[str, Callable[[Run, int, Any], Any]] = {
     "step": lambda run, which, _: run.scaler.step(run.optimizers[which]),
     "update": lambda run, which, _: run.scaler.update(),
     "set the scale": lambda run, which, number: run.scaler.update([2.0, 2.0**10, torch.tensor(12345.0)][number]),
-    "scale": lambda run, which, _: run.scaler.scale([
-        torch.ones(2), (torch.ones((), dtype=torch.float16), [torch.ones((), dtype=torch.float64)]),
-    ]),
+    "scale": lambda run, which, _: run.scaler.scale(
+        [
+            torch.ones(2),
+            (torch.ones((), dtype=torch.float16), [torch.ones((), dtype=torch.float64)]),
+        ]
+    ),
     "scale lazily": lambda run, which, _: list(run.scaler.scale(torch.ones(()) for _ in range(2))),
     "scale no tensors": lambda run, which, number: run.scaler.scale([3.0, None, [1.0]][number]),
     "set no scale": lambda run, which, number: run.scaler.update(
@@ -146,9 +151,7 @@ class Lockstep(RuleBasedStateMachine):
     )
     def begin(self, names: list[str], init: float, growth: float, backoff: float, interval: int) -> None:
         self.names = names
-        self.runs = [
-            Run(cls, names, (init, growth, backoff, interval)) for cls in (GradScaler, torch.amp.GradScaler)
-        ]
+        self.runs = [Run(cls, names, (init, growth, backoff, interval)) for cls in (GradScaler, torch.amp.GradScaler)]
 
     def both(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What both runs return, or both raise."""
@@ -180,13 +183,13 @@ class Lockstep(RuleBasedStateMachine):
     def iterate(self, micro_batches: list[Any], how: list[str], limit: float) -> None:
         """One whole iteration as users write it."""
         for run in self.runs:
-            run.scaler._per_optimizer_states.clear()    # whatever was begun
+            run.scaler._per_optimizer_states.clear()  # whatever was begun
         for which, name in enumerate(self.names):
             for i, (seed, fault, zero, missing) in enumerate(micro_batches):
                 self.both(Run.backward, which, seed, fault, bool(zero) if i == 0 else None, missing)
             scale, params = self.runs[0].scaler.get_scale(), self.runs[0].params[which]
             finite = all(param.grad is None or bool(param.grad.isfinite().all()) for param in params)
-            exact = math.log2(scale).is_integer() and scale >= 1.0      # one rounding less elsewhere
+            exact = math.log2(scale).is_integer() and scale >= 1.0  # one rounding less elsewhere
             if how[which] == "unscale":
                 self.both(CALLS["unscale_"], which, 0)
             elif how[which] == "clip" and finite and exact and "fused" in name:

@@ -22,7 +22,9 @@ CASES: dict[str, list[dict]] = {
     "RMSprop": [FOREACH, PLAIN, {"momentum": 0.9, "centered": True}],
     "Rprop": [FOREACH, PLAIN],
     "SGD": [
-        {"foreach": True, "momentum": 0.9}, PLAIN, {"fused": True, "momentum": 0.9, "nesterov": True},
+        {"foreach": True, "momentum": 0.9},
+        PLAIN,
+        {"fused": True, "momentum": 0.9, "nesterov": True},
         {"fused": True, "momentum": 0.9, "dampening": 0.1},
     ],
     "SparseAdam": [{}],
@@ -30,7 +32,9 @@ CASES: dict[str, list[dict]] = {
     "ampkit SGD": [{"momentum": 0.9}],
 }
 PARAMETERS = [  # torch clips no sparse gradients
-    (name, options, clipped) for name, cases in CASES.items() for options in cases
+    (name, options, clipped)
+    for name, cases in CASES.items()
+    for options in cases
     for clipped in (False, True)[: 1 if name == "SparseAdam" else 2]
 ]
 
@@ -42,7 +46,8 @@ def test_no_optimizer_of_torch_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "clipped"), PARAMETERS,
+    ("name", "options", "clipped"),
+    PARAMETERS,
     ids=[f"{name}-{'-'.join(options) or 'plain'}-{'clipped' * clipped}" for name, options, clipped in PARAMETERS],
 )
 def test_steps_and_skips_equal_torchs(name: str, options: dict, clipped: bool) -> None:
@@ -101,6 +106,7 @@ def test_the_attribute_protocol_is_torchs() -> None:
 
 def test_optimizers_that_take_the_scaler_still_do() -> None:
     """As Apex's FusedAdam."""
+
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
 

@@ -25,12 +25,16 @@ def run(scaler: GradScaler, flags: list[bool]) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize("rule", [
-    DynamicLossScale(8.0, growth_interval=2, hysteresis=2, tolerance=0.1, min_scale=2.0, max_scale=16.0),
-    DynamicLossScale(8.0, hysteresis=3, hysteresis_refill="clean"),
-    StaticLossScale(128.0),
-    NoOpLossScale(),
-], ids=lambda rule: rule.kind)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DynamicLossScale(8.0, growth_interval=2, hysteresis=2, tolerance=0.1, min_scale=2.0, max_scale=16.0),
+        DynamicLossScale(8.0, hysteresis=3, hysteresis_refill="clean"),
+        StaticLossScale(128.0),
+        NoOpLossScale(),
+    ],
+    ids=lambda rule: rule.kind,
+)
 @pytest.mark.parametrize("live", [True, False])
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(rule, live, tmp_path) -> None:
     """Every counter of every strategy is saved, amid forgiven overflows too, in plain values."""
@@ -95,7 +99,7 @@ def test_the_script_decides_about_the_kind_of_strategy() -> None:
     assert dynamic.get_growth_factor() == 2.0
     static.load_state_dict(torch.amp.GradScaler("cpu", 4.0).state_dict())
     assert static.get_scale() == 128.0
-    theirs = started(torch.amp.GradScaler)      # a static scale stays static in torch
+    theirs = started(torch.amp.GradScaler)  # a static scale stays static in torch
     theirs.load_state_dict(static.state_dict())
     for value in (1.0, math.inf):
         iterate(theirs, one_parameter()[1], value)

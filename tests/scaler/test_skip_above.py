@@ -22,7 +22,8 @@ BEFORE: dict[str, Callable[[GradScaler, Any], Any]] = {
     "nothing": lambda scaler, optimizer: None,
     "clipping": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5),
     "torch's clipping": lambda scaler, optimizer: (
-        scaler.unscale_(optimizer), torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+        scaler.unscale_(optimizer),
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5),
     ),
 }
 NORMS = (1.0, 1.0, 1.0, 10.0, 1.0, math.inf, 1.0)
@@ -118,6 +119,7 @@ def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -
 
     Those that are gone have none; those of equal size, which cannot be told apart, start empty.
     """
+
     def train(scaler: GradScaler, *sizes: float, order: int = 1) -> list[bool]:
         for optimizer, size in [*zip(optimizers, sizes, strict=True)][::order]:
             scaler.scale(torch.ones((), requires_grad=True))

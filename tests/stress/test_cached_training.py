@@ -65,7 +65,7 @@ def trained(seed: int, cache: WeightCache | None) -> list[Tensor]:
 
     def look(mode: Callable[[], Any] = torch.enable_grad, of: nn.Module = model) -> Tensor:
         with mode():
-            y = of(torch.randn(3, 8, requires_grad=True))       # a reentrant checkpoint asks for it
+            y = of(torch.randn(3, 8, requires_grad=True))  # a reentrant checkpoint asks for it
         seen.append(y.detach().clone())
         return y
 

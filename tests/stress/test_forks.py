@@ -57,7 +57,7 @@ def in_a_child(call: Callable[[], object], seconds: float = 20.0) -> int | None:
     def run() -> None:
         faulthandler.dump_traceback_later(seconds * 0.7, file=2)
         call()
-        os._exit(0)     # exit handlers of the interpreter would wait for threads
+        os._exit(0)  # exit handlers of the interpreter would wait for threads
 
     child = get_context("fork").Process(target=run)
     child.start()
@@ -88,7 +88,7 @@ def threads_that(call: Callable[[], object], n: int) -> Iterator[None]:
 
 def test_a_child_forked_amid_regions_can_train() -> None:
     """Threads change turns often, so that some are inside every lock when the process forks."""
-    train()      # here first: the first optimizer step of a process imports half of torch
+    train()  # here first: the first optimizer step of a process imports half of torch
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

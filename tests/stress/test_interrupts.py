@@ -112,7 +112,11 @@ def interrupted(call: Callable[[], None], n: int, error: type[BaseException]) ->
 # At the start of these functions neither their `try` nor the caller's has begun: Python code cannot undo an interrupt.
 # The same holds where torch ends the recompute of a checkpoint with an exception of its own.
 EDGES = (
-    "autocast.__exit__", "_plain.<locals>.wrapper", "record_casts.__enter__", "record_casts.__exit__", "_stepped",
+    "autocast.__exit__",
+    "_plain.<locals>.wrapper",
+    "record_casts.__enter__",
+    "record_casts.__exit__",
+    "_stepped",
     "leave_down_to",
 )
 
@@ -134,7 +138,7 @@ def test_an_interrupt_arrives_as_itself_and_leaves_nothing_behind(scene: Callabl
         n += 1
         error = (KeyboardInterrupt, TimeoutError)[n % 2]
         place, raised = interrupted(scene, n, error)
-        if scene is in_a_graph:     # entering the next region leaves those of a call that has ended
+        if scene is in_a_graph:  # entering the next region leaves those of a call that has ended
             nested()
         if everything() != fresh or (place and type(raised) is not error):
             wrong.append((place, repr(raised)))

@@ -87,7 +87,7 @@ def data_transposed(p: Parameter, v: Tensor) -> None:
 
 # A write gives a weight new values, with gradients off. The aliases that writes of BETWEEN return are kept alive.
 Write = Callable[[Parameter, Tensor], Any]
-SEEN: dict[str, Write] = {          # wherever the weight is cached
+SEEN: dict[str, Write] = {  # wherever the weight is cached
     "in place": lambda p, v: p.copy_(v),
     "in place, detached": lambda p, v: torch.enable_grad()(p.detach().copy_)(v),
     "in inference mode": lambda p, v: torch.inference_mode()(p.copy_)(v),
@@ -101,22 +101,30 @@ SEEN: dict[str, Write] = {          # wherever the weight is cached
     "optimizer interrupted": optimizer_interrupted,
     "optimizer fused": optimizer_fused,
 }
-BETWEEN: dict[str, Write] = {       # seen between regions; inside a region torch.amp, too, goes on with its cast
+BETWEEN: dict[str, Write] = {  # seen between regions; inside a region torch.amp, too, goes on with its cast
     "data transposed": data_transposed,
     "array that lives": lambda p, v: written(p.detach().numpy(), v.numpy()),
     "data that lives": lambda p, v: written(p.data, v),
     "flat buffer": flat_buffer,
     "shared memory": shared_memory,
 }
-IN_A_WEIGHT_CACHE: dict[str, Write] = {     # seen between regions, and of frozen weights in them, by a `WeightCache`
+IN_A_WEIGHT_CACHE: dict[str, Write] = {  # seen between regions, and of frozen weights in them, by a `WeightCache`
     "data in place": lambda p, v: p.data.copy_(v),
     "data added to": lambda p, v: added(p, v),
 }
-UNSEEN: dict[str, Write] = {        # clear() is needed
+UNSEEN: dict[str, Write] = {  # clear() is needed
     "array": lambda p, v: written(p.detach().numpy(), v.numpy()),
     "fused without an optimizer": lambda p, v: torch._fused_sgd_(
-        [p], [p.detach() - v], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False,
-        maximize=False, is_first_step=False,
+        [p],
+        [p.detach() - v],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=1.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
     ),
 }
 WRITES = SEEN | BETWEEN | IN_A_WEIGHT_CACHE | UNSEEN
@@ -140,9 +148,9 @@ def values(draw: random.Random) -> Tensor:
 def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> None:
     """Some uses and writes of three weights, in some regions, each use compared with a fresh cast."""
     weights = [Parameter(values(draw), not frozen) for _ in range(3)]
-    alive: list[list[Any]] = [[], [], []]       # aliases of each weight, which live until it is used
+    alive: list[list[Any]] = [[], [], []]  # aliases of each weight, which live until it is used
     history: list[str] = []
-    torch_is_stale: set[int] = set()    # trained, written unseen in the open region, and not cleared
+    torch_is_stale: set[int] = set()  # trained, written unseen in the open region, and not cleared
 
     def step(open_region: bool) -> None:
         n = draw.randrange(3)

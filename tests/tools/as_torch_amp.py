@@ -18,9 +18,9 @@ from typing_extensions import deprecated
 
 import ampkit
 
-CLASSES: dict[str, Any] = {"autocast": torch.amp.autocast, "GradScaler": torch.amp.GradScaler}     # torch's own
+CLASSES: dict[str, Any] = {"autocast": torch.amp.autocast, "GradScaler": torch.amp.GradScaler}  # torch's own
 FUNCTIONS: dict[str, Any] = {"custom_fwd": torch.amp.custom_fwd, "custom_bwd": torch.amp.custom_bwd}
-_made: set[str] = set()     # by the test that runs
+_made: set[str] = set()  # by the test that runs
 
 
 class Autocast(ampkit.autocast):
@@ -31,8 +31,10 @@ class Autocast(ampkit.autocast):
 
 
 OURS: dict[str, Any] = {
-    "autocast": Autocast, "GradScaler": ampkit.GradScaler,      # itself: its pickles name torch.amp.grad_scaler's
-    "custom_fwd": ampkit.custom_fwd, "custom_bwd": ampkit.custom_bwd,
+    "autocast": Autocast,
+    "GradScaler": ampkit.GradScaler,  # itself: its pickles name torch.amp.grad_scaler's
+    "custom_fwd": ampkit.custom_fwd,
+    "custom_bwd": ampkit.custom_bwd,
 }
 
 
@@ -45,7 +47,7 @@ def replacements() -> Iterator[tuple[ModuleType, str, Any]]:
             theirs = CLASSES.get(name) or FUNCTIONS.get(name)
             if value is theirs and theirs is not None:
                 yield module, name, OURS[name]
-            elif theirs is not None and getattr(value, "__module__", "").startswith("torch."):      # torch.cuda.amp's
+            elif theirs is not None and getattr(value, "__module__", "").startswith("torch."):  # torch.cuda.amp's
                 yield module, name, _of_device(value.__module__.split(".")[1], value, OURS[name])
 
 

@@ -33,8 +33,11 @@ def list_drift(device_type: str) -> list[str]:
     return [
         *(f"new: {name}, torch {rule}" for name, rule in live.items() if name not in listed),
         *(f"gone: {name}, listed as {listed[name]}" for name in gone),
-        *(f"different: {name}, listed as {listed[name]}, torch {rule}" for name, rule in live.items()
-          if name in listed and rule not in (None, listed[name])),
+        *(
+            f"different: {name}, listed as {listed[name]}, torch {rule}"
+            for name, rule in live.items()
+            if name in listed and rule not in (None, listed[name])
+        ),
     ]
 
 
@@ -89,7 +92,7 @@ def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch
     """How a call is redispatched whose first tensor and other tensors have these dtypes; or what autocast raised."""
     args = _arguments(op, device_type, first, others)
     key = autocast_key(device_type)
-    if not any(torch._C._dispatch_keys(tensor).has(key) for tensor in casting.tensors(args)):   # fake MAIA's do not
+    if not any(torch._C._dispatch_keys(tensor).has(key) for tensor in casting.tensors(args)):  # fake MAIA's do not
         return RuntimeError(f"autocast does not see fake tensors of device type {device_type!r}")
     try:
         with _Watch(op), torch._C._AutoDispatchBelowAutograd():
@@ -119,5 +122,5 @@ def _arguments(op: OpOverload, device_type: str, first: torch.dtype, others: tor
         elif kind in ("List[Tensor]", "List[Optional[Tensor]]"):
             found.append([tensor(), tensor()])
         else:
-            found.append(plain.get(kind))       # None for what is optional
+            found.append(plain.get(kind))  # None for what is optional
     return found

@@ -23,28 +23,41 @@ ROOT = TOOLS.parents[1]
 class Suite(NamedTuple):
     """Tests of one project that concern mixed precision."""
 
-    folder: str                         # inside the checkout; pytest runs there
-    path: str                           # for PYTHONPATH, inside the checkout
-    arguments: str                      # pytest's
-    expected: dict[str, str]            # pattern of "module.Class::test" -> why it fails with ampkit alone
-    chosen: str = ""                    # pytest's -k
+    folder: str  # inside the checkout; pytest runs there
+    path: str  # for PYTHONPATH, inside the checkout
+    arguments: str  # pytest's
+    expected: dict[str, str]  # pattern of "module.Class::test" -> why it fails with ampkit alone
+    chosen: str = ""  # pytest's -k
 
 
 SUITES = {
-    "pytorch": Suite("test", "test", "test_autocast.py test_torch.py test_cuda.py", {
-        "*TestTorchAutocast::test_autocast_called_with_non_callable": "a TypeError as torch's, in our words",
-        "*TestTorchAutocast::test_non_string_device": "a ValueError as torch's, in our words",
-    }, chosen="autocast or grad_scal or gradscaler"),
+    "pytorch": Suite(
+        "test",
+        "test",
+        "test_autocast.py test_torch.py test_cuda.py",
+        {
+            "*TestTorchAutocast::test_autocast_called_with_non_callable": "a TypeError as torch's, in our words",
+            "*TestTorchAutocast::test_non_string_device": "a ValueError as torch's, in our words",
+        },
+        chosen="autocast or grad_scal or gradscaler",
+    ),
     "lightning": Suite(
-        "tests", "tests", "tests_pytorch/plugins/precision/test_amp.py tests_pytorch/plugins/test_amp_plugins.py "
+        "tests",
+        "tests",
+        "tests_pytorch/plugins/precision/test_amp.py tests_pytorch/plugins/test_amp_plugins.py "
         "tests_pytorch/plugins/precision/test_amp_integration.py tests_pytorch/models/test_amp.py "
-        "tests_fabric/plugins/precision/test_amp.py tests_fabric/plugins/precision/test_amp_integration.py", {
-            "tests_fabric*test_amp::test_amp_precision_default_scaler":
-                "a scaler on device=Mock(): torch accepts any object, ampkit asks torch.device",
+        "tests_fabric/plugins/precision/test_amp.py tests_fabric/plugins/precision/test_amp_integration.py",
+        {
+            "tests_fabric*test_amp::test_amp_precision_default_scaler": "a scaler on device=Mock(): torch accepts any object, ampkit asks torch.device",
         },
     ),
-    "accelerate": Suite(".", "src", "tests/test_accelerator.py tests/test_kwargs_handlers.py tests/test_optimizer.py "
-                        "tests/test_scheduler.py tests/test_utils.py", {}),
+    "accelerate": Suite(
+        ".",
+        "src",
+        "tests/test_accelerator.py tests/test_kwargs_handlers.py tests/test_optimizer.py "
+        "tests/test_scheduler.py tests/test_utils.py",
+        {},
+    ),
 }
 
 
@@ -58,13 +71,32 @@ def run(suite: Suite, checkout: Path, *plugin: str) -> tuple[set[str], dict[str,
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}",
-             "--continue-on-collection-errors", "-k", suite.chosen, *plugin, *suite.arguments.split()],
-            cwd=checkout / suite.folder, env=os.environ | settings, check=False,
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                f"--junitxml={report}",
+                "--continue-on-collection-errors",
+                "-k",
+                suite.chosen,
+                *plugin,
+                *suite.arguments.split(),
+            ],
+            cwd=checkout / suite.folder,
+            env=os.environ | settings,
+            check=False,
         )
         tree = ElementTree.parse(report)
-    failed = {f"{case.get('classname')}::{case.get('name')}" for case in tree.iter("testcase")
-              if case.find("failure") is not None or case.find("error") is not None}
+    failed = {
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in tree.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    }
     suites = tree.getroot().iterfind("testsuite/properties/property")
     return failed, {found.attrib["name"]: int(found.attrib["value"]) for found in suites}
 

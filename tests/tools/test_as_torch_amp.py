@@ -11,12 +11,20 @@ import ampkit
 from tests.tools import as_torch_amp
 
 NAMES = [
-    "torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast",
-    "torch.GradScaler", "torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler",
-    "torch.amp.custom_fwd", "torch.amp.custom_bwd", "torch.amp.autocast_mode.custom_fwd",
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+    "torch.GradScaler",
+    "torch.amp.GradScaler",
+    "torch.amp.grad_scaler.GradScaler",
+    "torch.amp.custom_fwd",
+    "torch.amp.custom_bwd",
+    "torch.amp.autocast_mode.custom_fwd",
     *(f"torch.{kind}.amp.{name}" for kind in ("cpu", "cuda") for name in ("autocast", "GradScaler")),
-    "torch.cuda.amp.autocast_mode.autocast", "torch.cuda.amp.grad_scaler.GradScaler",
-    "torch.cuda.amp.custom_fwd", "torch.cuda.amp.autocast_mode.custom_bwd",
+    "torch.cuda.amp.autocast_mode.autocast",
+    "torch.cuda.amp.grad_scaler.GradScaler",
+    "torch.cuda.amp.custom_fwd",
+    "torch.cuda.amp.autocast_mode.custom_bwd",
 ]
 
 

@@ -101,7 +101,7 @@ for inputs, target in batches(3):
         loss = loss_of(model(inputs, scale=1.0), target)
     assert_type(scaler.scale(loss), Tensor)
     scaler.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]  torch types it so
-    assert_type(scaler.scale(model(inputs)), Tensor)     # a model's output has no type
+    assert_type(scaler.scale(model(inputs)), Tensor)  # a model's output has no type
     assert_type(scaler.clip_grad_norm_(optimizer, 1.0), Tensor)
     scaler.clip_grad_value_(optimizer, 0.5)
     try:

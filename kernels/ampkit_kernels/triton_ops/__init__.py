@@ -29,6 +29,17 @@ from .unscale import multiply_, unscale_
 from .unscale_into import cast_, unscale_into_
 
 __all__ = [
-    "KERNEL_NORMS", "adamw_", "cast_", "inverse_scale", "multiply_", "norm_and_check",
-    "norm_and_clip_factor", "quantize", "sgd_", "tally_update_", "unscale_", "unscale_into_", "update_scale_",
+    "KERNEL_NORMS",
+    "adamw_",
+    "cast_",
+    "inverse_scale",
+    "multiply_",
+    "norm_and_check",
+    "norm_and_clip_factor",
+    "quantize",
+    "sgd_",
+    "tally_update_",
+    "unscale_",
+    "unscale_into_",
+    "update_scale_",
 ]

@@ -44,7 +44,7 @@ CONFIGS = {
     4: Config(block=1024, chunk=32768),
 }  # by bytes of the arithmetic
 N_COEFFICIENTS = 8
-_BLOCK = 128     # rows of coefficients that a program computes
+_BLOCK = 128  # rows of coefficients that a program computes
 
 
 @triton.jit
@@ -64,11 +64,28 @@ def integer_power(base, exponent):
 
 
 @jit_kernel
-def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1: tl.float64,
-                   beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64, multiplier_ptr,
-                   grad_scale_ptr, found_inf_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
-                   HAS_GRAD_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr,
-                   STOCHASTIC: tl.constexpr, STEPS_COLUMN: tl.constexpr, BLOCK: tl.constexpr):
+def prepare_kernel(
+    addresses,
+    coefficients_ptr,
+    n,
+    lr_ptr,
+    lr: tl.float64,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    eps: tl.float64,
+    weight_decay: tl.float64,
+    multiplier_ptr,
+    grad_scale_ptr,
+    found_inf_ptr,
+    HAS_LR: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STEPS_COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < n
     go = True
@@ -99,10 +116,32 @@ def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1
 
 
 @triton.jit
-def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, factor, weight, beta2,
-                 weight2, eps, keys, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
-                 REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, LERP_FROM_END: tl.constexpr,
-                 MASKED: tl.constexpr):
+def _adamw_block(
+    pp,
+    gp,
+    mp,
+    vp,
+    xp,
+    cp,
+    o,
+    mask,
+    step_size,
+    correction,
+    decay,
+    factor,
+    weight,
+    beta2,
+    weight2,
+    eps,
+    keys,
+    ACC: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    LERP_FROM_END: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     # Every load before the first store: the compiler does not know that the lists do not overlap, so it would make each
     # load wait for the stores above it.
     g = load_block(gp, o, mask, ACC, MASKED) * factor
@@ -145,11 +184,29 @@ def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, 
 
 
 @jit_kernel
-def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, coefficients_ptr,
-                 found_inf_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
-                 COPY_TO: tl.constexpr, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
-                 REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, LERP_FROM_END: tl.constexpr,
-                 HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def adamw_kernel(
+    addresses,
+    numels,
+    blocks,
+    n_blocks,
+    blocks_per_chunk,
+    n_tensors,
+    coefficients_ptr,
+    found_inf_ptr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    COPY_TO: tl.constexpr,
+    ACC: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    LERP_FROM_END: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     go = True
     if HAS_FOUND_INF:
         go = tl.load(found_inf_ptr) == 0.0
@@ -180,7 +237,7 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
             if STOCHASTIC:
                 keys = stream_keys(addresses, n_tensors, t, base, 5 + AMSGRAD + (COPY or REMAINDER))
             n_full = length // BLOCK
-            if ALIGNED:     # ahead of the arithmetic, as in sgd; unaligned lists leave no registers for it
+            if ALIGNED:  # ahead of the arithmetic, as in sgd; unaligned lists leave no registers for it
                 chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
             # Not formatted: each of the many arguments would get a line of its own.
             i = 0
@@ -219,12 +276,29 @@ def _launch(
     arguments = scalars(coefficients, **device_scalars)
     with on_device(table.device):
         prepare_kernel[((table.n_tensors + _BLOCK - 1) // _BLOCK,)](
-            table.addresses, coefficients, table.n_tensors, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, **arguments, MAXIMIZE=maximize, STOCHASTIC=rows.constants["STOCHASTIC"],
-            STEPS_COLUMN=rows.n_elementwise, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+            table.addresses,
+            coefficients,
+            table.n_tensors,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            **arguments,
+            MAXIMIZE=maximize,
+            STOCHASTIC=rows.constants["STOCHASTIC"],
+            STEPS_COLUMN=rows.n_elementwise,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     table.launch(
-        adamw_kernel, table.n_tensors, coefficients, arguments["found_inf_ptr"],
-        HAS_FOUND_INF=arguments["HAS_FOUND_INF"], AMSGRAD=amsgrad, LERP_FROM_END=1 - beta1 >= 0.5, **rows.constants,
+        adamw_kernel,
+        table.n_tensors,
+        coefficients,
+        arguments["found_inf_ptr"],
+        HAS_FOUND_INF=arguments["HAS_FOUND_INF"],
+        AMSGRAD=amsgrad,
+        LERP_FROM_END=1 - beta1 >= 0.5,
+        **rows.constants,
         enable_fp_fusion=False,
     )

@@ -14,8 +14,9 @@ import triton.language as tl
 
 
 @triton.jit
-def chunk_bounds(addresses, numels, blocks, b, blocks_per_chunk, DTYPE: tl.constexpr,
-                 ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr):
+def chunk_bounds(
+    addresses, numels, blocks, b, blocks_per_chunk, DTYPE: tl.constexpr, ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Pointer to a chunk's start on a 16-byte boundary, and the half-open range of it that is in the tensor."""
     entry = tl.load(blocks + b)
     tensor = entry & 0xFFFFFFFF
@@ -42,8 +43,7 @@ def chunk_extent(numels, entry, blocks_per_chunk, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def list_pointer(addresses, n_tensors, tensor, base, COLUMN: tl.constexpr, DTYPE: tl.constexpr,
-                 ALIGNED: tl.constexpr):
+def list_pointer(addresses, n_tensors, tensor, base, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointer to element `base` of a tensor in the list at `COLUMN` of the address table."""
     pointer = tl.load(addresses + COLUMN * n_tensors + tensor).to(tl.pointer_type(DTYPE))
     if ALIGNED:

@@ -21,10 +21,10 @@ from ..configs import Config
 from ..float8_scaling import SMALLEST_AMAX, Quantized, Scaling
 from .launch import on_device
 
-CONFIG = Config(block=2048)     # of `amax_kernel`
-TILE = 64                   # rows and columns of a tile, which is transposed at a time
-ROWS = 8                    # of a program that finds the amaxes of columns, for one atomic operation per column
-LONGEST_ROW = 16384         # elements that a program can hold in its registers
+CONFIG = Config(block=2048)  # of `amax_kernel`
+TILE = 64  # rows and columns of a tile, which is transposed at a time
+ROWS = 8  # of a program that finds the amaxes of columns, for one atomic operation per column
+LONGEST_ROW = 16384  # elements that a program can hold in its registers
 FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 # Triton specializes on addresses that are multiples of 16 bytes, and all addresses here are: there is one variant for
 # each set of constants. With ALIGNED, sizes are in units of 16: the compiler knows that rows start at such addresses.
@@ -61,9 +61,22 @@ def amax_kernel(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
 
 
 @_jit_kernel
-def row_kernel(x_ptr, q_ptr, scale_ptr, amax_ptr, rows, columns, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr,
-               DTYPE: tl.constexpr, CASTS: tl.constexpr, COLUMN_AMAX: tl.constexpr, ALIGNED: tl.constexpr,
-               ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def row_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    rows,
+    columns,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CASTS: tl.constexpr,
+    COLUMN_AMAX: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     if ALIGNED:
         columns *= 16
     c = tl.arange(0, BLOCK)
@@ -85,9 +98,23 @@ def row_kernel(x_ptr, q_ptr, scale_ptr, amax_ptr, rows, columns, LARGEST: tl.con
 
 
 @_jit_kernel
-def tile_kernel(x_ptr, amax_ptr, q_ptr, q_t_ptr, scale_ptr, rows, columns, LARGEST: tl.constexpr,
-                POWER_OF_2: tl.constexpr, DTYPE: tl.constexpr, BY_COLUMN: tl.constexpr, CASTS: tl.constexpr,
-                TRANSPOSES: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+def tile_kernel(
+    x_ptr,
+    amax_ptr,
+    q_ptr,
+    q_t_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    LARGEST: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    CASTS: tl.constexpr,
+    TRANSPOSES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
     if ALIGNED:
         rows, columns = rows * 16, columns * 16
     r = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -165,9 +192,19 @@ def _by_rows(x: Tensor, scaling: Scaling | None, *, finds_columns: bool) -> tupl
     block = max(triton.next_power_of_2(columns), 16)
     rows_per_program, aligned = ROWS if finds_columns else 1, columns % 16 == 0
     row_kernel[(triton.cdiv(rows, rows_per_program),)](
-        x, *form, amaxes, rows, columns // 16 if aligned else columns, **_constants(scaling), CASTS=casts,
-        COLUMN_AMAX=finds_columns, ALIGNED=aligned, ROWS=rows_per_program, BLOCK=block,
-        num_warps=row_warps(block), enable_fp_fusion=False,
+        x,
+        *form,
+        amaxes,
+        rows,
+        columns // 16 if aligned else columns,
+        **_constants(scaling),
+        CASTS=casts,
+        COLUMN_AMAX=finds_columns,
+        ALIGNED=aligned,
+        ROWS=rows_per_program,
+        BLOCK=block,
+        num_warps=row_warps(block),
+        enable_fp_fusion=False,
     )
     return form if casts else None, amaxes
 
@@ -183,9 +220,21 @@ def _by_tiles(
     grid = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
     aligned = rows % 16 == 0 and columns % 16 == 0
     tile_kernel[grid](
-        x, amax, q, q_t, scale, rows // 16 if aligned else rows, columns // 16 if aligned else columns,
-        **_constants(scaling), BY_COLUMN=scaling.rowwise, CASTS=casts, TRANSPOSES=transposes, ALIGNED=aligned,
-        TILE=TILE, num_warps=8, enable_fp_fusion=False,
+        x,
+        amax,
+        q,
+        q_t,
+        scale,
+        rows // 16 if aligned else rows,
+        columns // 16 if aligned else columns,
+        **_constants(scaling),
+        BY_COLUMN=scaling.rowwise,
+        CASTS=casts,
+        TRANSPOSES=transposes,
+        ALIGNED=aligned,
+        TILE=TILE,
+        num_warps=8,
+        enable_fp_fusion=False,
     )
     scale = scale[:, None] if scaling.rowwise else scale
     return Quantized(q, scale) if casts else None, Quantized(q_t, scale) if transposes else None

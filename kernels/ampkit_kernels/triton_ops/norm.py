@@ -48,11 +48,23 @@ def _add_block(x, inv_scale, largest, total, ACC: tl.constexpr, ORDER: tl.conste
 
 
 @jit_kernel
-def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale_ptr, found_inf_ptr,
-                partials, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr,
-                ORDER: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(
+    addresses,
+    numels,
+    blocks,
+    n_blocks,
+    blocks_per_chunk,
+    inv_scale_ptr,
+    found_inf_ptr,
+    partials,
+    DTYPE: tl.constexpr,
+    ACC: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    ORDER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     inv_scale = tl.load(inv_scale_ptr).to(ACC)
-    largest = tl.zeros((BLOCK,), dtype=ACC)      # drops NaN, which the total keeps
+    largest = tl.zeros((BLOCK,), dtype=ACC)  # drops NaN, which the total keeps
     total = tl.zeros((BLOCK,), dtype=ACC)
     lanes = tl.arange(0, BLOCK)
     b = tl.program_id(0)
@@ -96,8 +108,17 @@ def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale
 
 
 @jit_kernel
-def finish_kernel(partials, n_partials, result_ptr, inv_scale_ptr, factor_ptr, max_norm: tl.float64,
-                  ORDER: tl.constexpr, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
+def finish_kernel(
+    partials,
+    n_partials,
+    result_ptr,
+    inv_scale_ptr,
+    factor_ptr,
+    max_norm: tl.float64,
+    ORDER: tl.constexpr,
+    CLIPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     start = 0
@@ -127,9 +148,7 @@ def finish_kernel(partials, n_partials, result_ptr, inv_scale_ptr, factor_ptr, m
         tl.store(factor_ptr, (tl.load(inv_scale_ptr).to(rounded.dtype) * coefficient).to(tl.float32))
 
 
-def norm_and_check(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0
-) -> Tensor:
+def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
     """Launch `norm_kernel` once per dtype, then `finish_kernel`; see the module's docstring.
 
     PyTorch computes other orders, and the norm of tensors that are not flat memory.
@@ -162,16 +181,29 @@ def norm_and_clip_factor(
     n_partials = sum(table.n_programs for table in tables)
     partials = torch.empty(n_partials, dtype=torch.float64, device=device)
     first = 0
-    for part, table in zip(parts, tables, strict=True):     # all tables are made: no two launches share one
+    for part, table in zip(parts, tables, strict=True):  # all tables are made: no two launches share one
         table.launch(
-            norm_kernel, inv_scale, found_inf, partials[first:] if first else partials, ORDER=order,
+            norm_kernel,
+            inv_scale,
+            found_inf,
+            partials[first:] if first else partials,
+            ORDER=order,
             **list_constants(part[0].dtype),
-            enable_fp_fusion=norm_type != float("inf"),     # fused sums need fewer registers, a maximum more
+            enable_fp_fusion=norm_type != float("inf"),  # fused sums need fewer registers, a maximum more
         )
         first += table.n_programs
     with on_device(device):
         finish_kernel[(1,)](
-            partials, n_partials, result, inv_scale, factor, 0.0 if max_norm is None else max_norm, ORDER=order,
-            CLIPS=max_norm is not None, BLOCK=_FINISH_BLOCK, num_warps=4, enable_fp_fusion=False,
+            partials,
+            n_partials,
+            result,
+            inv_scale,
+            factor,
+            0.0 if max_norm is None else max_norm,
+            ORDER=order,
+            CLIPS=max_norm is not None,
+            BLOCK=_FINISH_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
     return result, factor

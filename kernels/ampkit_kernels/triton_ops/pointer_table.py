@@ -29,11 +29,11 @@ from ..configs import Config, is_capturing, place
 from ..tensor_lists import addresses_of, sizes_of
 from .launch import on_device
 
-MOST_TABLES = 2048      # that a thread keeps; it drops all of them before it makes another
+MOST_TABLES = 2048  # that a thread keeps; it drops all of them before it makes another
 CHUNK_SHIFT = 32
 CHUNKS_PER_PROGRAM = 12
-GRAPH_WORDS = 1 << 19   # int64 words of a pinned buffer for captured tables: 4 MiB
-CAPTURED_TABLES = 4     # of the size of the last table made, for which pinned memory is kept ready
+GRAPH_WORDS = 1 << 19  # int64 words of a pinned buffer for captured tables: 4 MiB
+CAPTURED_TABLES = 4  # of the size of the last table made, for which pinned memory is kept ready
 
 
 def chunk_length(total: int, config: Config, n_programs: int) -> int:
@@ -58,7 +58,7 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
     whole, rest = np.divmod(lengths, chunk)
     tensor = np.repeat(np.arange(len(lengths), dtype=np.int64), whole)
     index = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(whole) - whole, whole)
-    order = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]      # only the short chunks: they are few
+    order = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]  # only the short chunks: they are few
     return np.concatenate([(index << CHUNK_SHIFT) | tensor, (whole[order] << CHUNK_SHIFT) | order])
 
 
@@ -99,8 +99,16 @@ class Table:
         config = self.config
         with on_device(self.device):
             kernel[(self.n_programs,)](
-                self.addresses, self.numels, self.blocks, self.n_blocks, self.chunk // config.block, *arguments,
-                BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=enable_fp_fusion, **constants,
+                self.addresses,
+                self.numels,
+                self.blocks,
+                self.n_blocks,
+                self.chunk // config.block,
+                *arguments,
+                BLOCK=config.block,
+                num_warps=config.num_warps,
+                enable_fp_fusion=enable_fp_fusion,
+                **constants,
             )
 
     def refresh(self, columns: list[list[int]]) -> None:
@@ -218,7 +226,7 @@ def send(values: np.ndarray, destination: Tensor) -> None:
     While a graph is being captured the copy is a node of the graph, and the host memory is never freed.
     """
     capturing = is_capturing(destination.device)
-    if destination.is_cpu and not capturing:    # the interpreter's tables
+    if destination.is_cpu and not capturing:  # the interpreter's tables
         destination.copy_(torch.from_numpy(values))
         return
     pinned = graph_memory.take(len(values)) if capturing else pinned_words(len(values))

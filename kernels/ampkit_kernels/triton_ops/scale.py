@@ -28,10 +28,22 @@ def inverse_kernel(scale_ptr, result_ptr):
 
 
 @jit_kernel
-def update_kernel(scale_ptr, tracker_ptr, left_ptr, updates_ptr, overflows_ptr, found_inf_ptr,
-                  growth_factor: tl.float64, backoff_factor: tl.float64, growth_interval: tl.int64,
-                  min_scale: tl.float64, max_scale: tl.float64, hysteresis: tl.int32, tolerance: tl.float64,
-                  REFILLS_WHEN_CLEAN: tl.constexpr):
+def update_kernel(
+    scale_ptr,
+    tracker_ptr,
+    left_ptr,
+    updates_ptr,
+    overflows_ptr,
+    found_inf_ptr,
+    growth_factor: tl.float64,
+    backoff_factor: tl.float64,
+    growth_interval: tl.int64,
+    min_scale: tl.float64,
+    max_scale: tl.float64,
+    hysteresis: tl.int32,
+    tolerance: tl.float64,
+    REFILLS_WHEN_CLEAN: tl.constexpr,
+):
     scale, tracker, left = tl.load(scale_ptr), tl.load(tracker_ptr), tl.load(left_ptr)
     overflow = tl.load(found_inf_ptr) != 0.0
     updates, overflows = tl.load(updates_ptr) + 1, tl.load(overflows_ptr) + overflow.to(tl.int32)
@@ -108,10 +120,19 @@ def update_scale_(
     """Update the scale by `DynamicLossScale`'s rule; `state` holds the five tensors of its `ScaleState`."""
     with on_device(found_inf.device):
         update_kernel[(1,)](
-            *state, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
-            tolerance, REFILLS_WHEN_CLEAN=refills_when_clean, **_ONE_WARP,
+            *state,
+            found_inf,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            min_scale,
+            max_scale,
+            hysteresis,
+            tolerance,
+            REFILLS_WHEN_CLEAN=refills_when_clean,
+            **_ONE_WARP,
         )
-    torch.autograd.graph.increment_version(state)   # a scaled loss has saved the scale for backward
+    torch.autograd.graph.increment_version(state)  # a scaled loss has saved the scale for backward
 
 
 def tally_update_(totals: Tensor, used: Tensor, scale: Tensor, found_inf: Tensor, steps: Sequence[Tensor]) -> None:

@@ -35,13 +35,31 @@ CONFIGS = {
     8: Config(block=1024, chunk=32768),
     4: Config(block=2048, chunk=32768),
 }  # by bytes of the arithmetic
-_BLOCK = 128     # streams that a program advances
+_BLOCK = 128  # streams that a program advances
 
 
 @triton.jit
-def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight_decay, factor, keys,
-               ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, COPY: tl.constexpr,
-               REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, DECAY: tl.constexpr, MASKED: tl.constexpr):
+def _sgd_block(
+    pp,
+    gp,
+    bp,
+    cp,
+    o,
+    mask,
+    lr,
+    momentum,
+    weight_decay,
+    factor,
+    keys,
+    ACC: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    COPY: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DECAY: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     # Every load before the first store, as in adamw.
     p = load_block(pp, o, mask, ACC, MASKED)
     if REMAINDER:
@@ -65,7 +83,7 @@ def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight_decay, factor, keys
         p = rounded_for(pp, p, for_p)
     store_block(pp, o, p, mask, MASKED)
     if MOMENTUM:
-        if STOCHASTIC:      # only here: rounding both at once takes more registers
+        if STOCHASTIC:  # only here: rounding both at once takes more registers
             buffer = rounded_for(bp, buffer, for_buffer)
         store_block(bp, o, buffer, mask, MASKED)
     if COPY:
@@ -85,13 +103,39 @@ def advance_kernel(addresses, n, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, COL
 
 
 @jit_kernel
-def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, lr_ptr, lr: tl.float64,
-               momentum: tl.float64, weight_decay: tl.float64, multiplier_ptr, grad_scale_ptr, found_inf_ptr,
-               PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
-               ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
-               COPY: tl.constexpr, REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, HAS_LR: tl.constexpr,
-               HAS_MULTIPLIER: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr,
-               HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def sgd_kernel(
+    addresses,
+    numels,
+    blocks,
+    n_blocks,
+    blocks_per_chunk,
+    n_tensors,
+    lr_ptr,
+    lr: tl.float64,
+    momentum: tl.float64,
+    weight_decay: tl.float64,
+    multiplier_ptr,
+    grad_scale_ptr,
+    found_inf_ptr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    COPY_TO: tl.constexpr,
+    ACC: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    DECAY: tl.constexpr,
+    COPY: tl.constexpr,
+    REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HAS_LR: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     go = True
     if HAS_FOUND_INF:
         go = tl.load(found_inf_ptr) == 0.0
@@ -154,11 +198,25 @@ def _launch(
     if rows.constants["STOCHASTIC"]:
         with on_device(table.device):
             advance_kernel[((table.n_tensors + _BLOCK - 1) // _BLOCK,)](
-                table.addresses, table.n_tensors, arguments["found_inf_ptr"], HAS_FOUND_INF=arguments["HAS_FOUND_INF"],
-                COLUMN=rows.n_elementwise, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+                table.addresses,
+                table.n_tensors,
+                arguments["found_inf_ptr"],
+                HAS_FOUND_INF=arguments["HAS_FOUND_INF"],
+                COLUMN=rows.n_elementwise,
+                BLOCK=_BLOCK,
+                num_warps=4,
+                enable_fp_fusion=False,
             )
     table.launch(
-        sgd_kernel, table.n_tensors, momentum=momentum, weight_decay=weight_decay, MOMENTUM=momentum != 0,
-        NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize, **arguments, **rows.constants,
+        sgd_kernel,
+        table.n_tensors,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        MOMENTUM=momentum != 0,
+        NESTEROV=nesterov,
+        DECAY=weight_decay != 0,
+        MAXIMIZE=maximize,
+        **arguments,
+        **rows.constants,
         enable_fp_fusion=False,
     )

@@ -51,8 +51,13 @@ def run_step(
         acc = accumulator(parts[0][0].dtype)
         dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
         constants = {
-            "PARAM": dtypes[0], "GRAD": dtypes[1], "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
-            "COPY_TO": tl.int16 if writes["REMAINDER"] else dtypes[-1], "ACC": acc, "ALIGNED": aligned, **writes,
+            "PARAM": dtypes[0],
+            "GRAD": dtypes[1],
+            "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
+            "COPY_TO": tl.int16 if writes["REMAINDER"] else dtypes[-1],
+            "ACC": acc,
+            "ALIGNED": aligned,
+            **writes,
         }
         # All tables are made before the first launch, so no two launches may share one; alignment is in the key.
         columns = [*parts, *(pick(picked[name], indices) for name in per_parameter)]
@@ -70,8 +75,17 @@ def run_step(
 
 
 @triton.jit
-def rate_and_factor(one, lr_ptr, lr, multiplier_ptr, grad_scale_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
-                    HAS_GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr):
+def rate_and_factor(
+    one,
+    lr_ptr,
+    lr,
+    multiplier_ptr,
+    grad_scale_ptr,
+    HAS_LR: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+):
     """The learning rate and the factor on gradients, each times `one`, which gives shape and type."""
     rate = one * lr
     if HAS_LR:
@@ -97,8 +111,13 @@ def scalars(
     """A kernel's arguments for the numbers that may be device scalars; `unused` is the pointer where there is none."""
     lr_is_tensor = isinstance(lr, Tensor)
     return {
-        "lr_ptr": lr if lr_is_tensor else unused, "lr": 0.0 if lr_is_tensor else lr, "HAS_LR": lr_is_tensor,
-        "multiplier_ptr": unused if multiplier is None else multiplier, "HAS_MULTIPLIER": multiplier is not None,
-        "grad_scale_ptr": unused if grad_scale is None else grad_scale, "HAS_GRAD_SCALE": grad_scale is not None,
-        "found_inf_ptr": unused if found_inf is None else found_inf, "HAS_FOUND_INF": found_inf is not None,
+        "lr_ptr": lr if lr_is_tensor else unused,
+        "lr": 0.0 if lr_is_tensor else lr,
+        "HAS_LR": lr_is_tensor,
+        "multiplier_ptr": unused if multiplier is None else multiplier,
+        "HAS_MULTIPLIER": multiplier is not None,
+        "grad_scale_ptr": unused if grad_scale is None else grad_scale,
+        "HAS_GRAD_SCALE": grad_scale is not None,
+        "found_inf_ptr": unused if found_inf is None else found_inf,
+        "HAS_FOUND_INF": found_inf is not None,
     }

@@ -39,9 +39,21 @@ def _unscale_block(p, o, mask, factor, bad, DTYPE: tl.constexpr, ACC: tl.constex
 
 
 @jit_kernel
-def unscale_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, factor_ptr, found_inf_ptr,
-                   DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr, CHECKS: tl.constexpr,
-                   SKIPS: tl.constexpr, BLOCK: tl.constexpr):
+def unscale_kernel(
+    addresses,
+    numels,
+    blocks,
+    n_blocks,
+    blocks_per_chunk,
+    factor_ptr,
+    found_inf_ptr,
+    DTYPE: tl.constexpr,
+    ACC: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    CHECKS: tl.constexpr,
+    SKIPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     factor = tl.load(factor_ptr)
     go = True
     if not CHECKS:
@@ -89,7 +101,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     flag = factor if found_inf is None else found_inf
     grads = pick(grads, flat)
     _launch(grads, factor, flag, CHECKS=False, SKIPS=found_inf is not None)
-    torch.autograd.graph.increment_version(grads)       # `unscale_` leaves versions alone, as torch's operator does
+    torch.autograd.graph.increment_version(grads)  # `unscale_` leaves versions alone, as torch's operator does
 
 
 def _launch(grads: Sequence[Tensor], factor: Tensor, flag: Tensor, **constants: bool) -> None:

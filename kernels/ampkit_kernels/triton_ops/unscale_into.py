@@ -30,8 +30,19 @@ CONFIG_ADDING = Config(block=4096, programs_per_multiprocessor=resident_programs
 
 
 @triton.jit
-def _unscale_into_block(source, destination, o, mask, inv_scale, bad, DESTINATION: tl.constexpr, ACC: tl.constexpr,
-                        SCALES: tl.constexpr, ACCUMULATE: tl.constexpr, MASKED: tl.constexpr):
+def _unscale_into_block(
+    source,
+    destination,
+    o,
+    mask,
+    inv_scale,
+    bad,
+    DESTINATION: tl.constexpr,
+    ACC: tl.constexpr,
+    SCALES: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     x = load_block(source, o, mask, ACC, MASKED)
     if SCALES:
         x = (x * inv_scale).to(DESTINATION).to(ACC)
@@ -46,13 +57,27 @@ def _unscale_into_block(source, destination, o, mask, inv_scale, bad, DESTINATIO
 
 
 @jit_kernel
-def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, inv_scale_ptr, found_inf_ptr,
-                        SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ACC: tl.constexpr, SCALES: tl.constexpr,
-                        ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def unscale_into_kernel(
+    addresses,
+    numels,
+    blocks,
+    n_blocks,
+    blocks_per_chunk,
+    n_tensors,
+    inv_scale_ptr,
+    found_inf_ptr,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    ACC: tl.constexpr,
+    SCALES: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     if SCALES:
         inv_scale = tl.load(inv_scale_ptr).to(ACC)
     else:
-        inv_scale = 1.0     # unused
+        inv_scale = 1.0  # unused
     bad = tl.zeros((BLOCK,), dtype=ACC)
     lanes = tl.arange(0, BLOCK)
     b = tl.program_id(0)
@@ -63,13 +88,25 @@ def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n
         n_full = length // BLOCK
         i = 0
         while i < n_full:
-            bad = _unscale_into_block(source, destination, i * BLOCK + lanes, None, inv_scale, bad, DESTINATION, ACC,
-                                      SCALES, ACCUMULATE, False)
+            bad = _unscale_into_block(
+                source,
+                destination,
+                i * BLOCK + lanes,
+                None,
+                inv_scale,
+                bad,
+                DESTINATION,
+                ACC,
+                SCALES,
+                ACCUMULATE,
+                False,
+            )
             i += 1
         if n_full * BLOCK < length:
             o = n_full * BLOCK + lanes
-            bad = _unscale_into_block(source, destination, o, o < length, inv_scale, bad, DESTINATION, ACC, SCALES,
-                                      ACCUMULATE, True)
+            bad = _unscale_into_block(
+                source, destination, o, o < length, inv_scale, bad, DESTINATION, ACC, SCALES, ACCUMULATE, True
+            )
         b += tl.num_programs(0)
     if SCALES:
         total = tl.sum(bad, axis=0)
@@ -95,8 +132,15 @@ def unscale_into_(
         table = table_for(parts, CONFIG_ADDING if accumulate else CONFIG, aligned=aligned)
         dtype = torch.promote_types(parts[0][0].dtype, parts[1][0].dtype)
         table.launch(
-            unscale_into_kernel, table.n_tensors, inv_scale, found_inf, **_dtypes(parts), ACC=accumulator(dtype),
-            SCALES=True, ACCUMULATE=accumulate, ALIGNED=aligned,
+            unscale_into_kernel,
+            table.n_tensors,
+            inv_scale,
+            found_inf,
+            **_dtypes(parts),
+            ACC=accumulator(dtype),
+            SCALES=True,
+            ACCUMULATE=accumulate,
+            ALIGNED=aligned,
             enable_fp_fusion=False,  # product and sum are rounded separately, as on the CPU
         )
         torch.autograd.graph.increment_version(parts[1])
@@ -111,8 +155,15 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         table = table_for(parts, CONFIG, aligned=aligned)
         dtypes = _dtypes(parts)
         table.launch(
-            unscale_into_kernel, table.n_tensors, table.numels, table.numels, **dtypes, ACC=dtypes["SOURCE"],
-            SCALES=False, ACCUMULATE=False, ALIGNED=aligned,
+            unscale_into_kernel,
+            table.n_tensors,
+            table.numels,
+            table.numels,
+            **dtypes,
+            ACC=dtypes["SOURCE"],
+            SCALES=False,
+            ACCUMULATE=False,
+            ALIGNED=aligned,
         )
         torch.autograd.graph.increment_version(parts[1])
 
