@@ -40,9 +40,10 @@ quick: lint ## before a commit: lint and the tests of the core, under a minute o
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" $(QUICK) $(ARGS)
 	@echo "left out (make check runs it): types, kernels, optimizers, FP8, compiled code, ranks, half_precision, amp, debugging, integrations, stress, docs"
 
-lint: $(STAMP) ## ruff
-	@echo "==> lint"
+lint: $(STAMP) ## ruff: its rules and its format
+	@echo "==> lint and format"
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 
 format: $(STAMP) ## lay out every Python file with ruff's formatter
 	@$(BIN)/ruff format .

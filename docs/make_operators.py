@@ -9,8 +9,9 @@ TARGET = Path(__file__).with_name("operators.md")
 
 INTRO = """# What a region does to each operator
 
-Written by `docs/make_operators.py` from `ampkit/policy/op_table.py`; a test compares the two. A region asks its
-policy about every operator that is called inside it; [policies](policy.md#rules-for-operators) has what each rule does.
+Written by `docs/make_operators.py` from `ampkit/policy/torch_lists.py` and `default_lists.py`; a test compares them. A
+region asks its policy about every operator that is called inside it; [policies](policy.md#rules-for-operators) has what
+each rule does.
 
 An unlisted operator runs on its arguments as they came, and so do in-place and `out=` overloads: the caller chose the
 dtype of what they write to. `ampkit explain softmax` and `Policy.explain(op)` give an operator's rule and the reason;

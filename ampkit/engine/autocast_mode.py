@@ -60,8 +60,9 @@ _installed: weakref.WeakValueDictionary[tuple[int, Any], RuleTable] = weakref.We
 class AutocastMode(TorchDispatchMode):
     """The policies of an open region, one per device type, with its handlers, weight cache and dispatch key.
 
-    Immutable, so regions with the same policies and cache share a mode. Whether a device's autocast is enabled, and its
-    dtype, are read from torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
+    Its rules never change, so regions with the same policies and cache share a mode. Whether a device's autocast is
+    enabled, and its dtype, are read from torch at every operator, so a `torch.autocast` region inside, of any library,
+    is respected.
     `region/stack` puts the mode at its key; a `with` statement would put it below autograd.
     """
 

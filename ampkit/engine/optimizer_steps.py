@@ -22,7 +22,7 @@ __all__ = ["current_generation", "invalidate_casts", "observed", "watch_steps"]
 class _Observed:
     """Facts about optimizer steps since the first cache was made."""
 
-    generation: object = None  # identifies the weights' values between two steps; None until a cast is made of them
+    generation: object = None  # a new object after each optimizer step, which casts remember; None until one is made
     captured = False  # a step was captured into a CUDA graph, whose replays call no hook
     has_hooks = False
 

@@ -1,4 +1,4 @@
-"""The engine's front door: the functions that torch's dispatcher calls for operators, while a region is open.
+"""Registration: for each operator of a policy, the function that torch's dispatcher calls while a region is open.
 
 `install` registers an *entry* at a dispatch key for each operator that some policy lists, once per process. The entry,
 whose text is `_ENTRY`, looks the operator up in the `handlers` of the thread's mode. The handler found there is

@@ -291,7 +291,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One 0-d flag on `device`, 0.0 or 1.0, set if any of `flags` is nonzero or NaN; a single flag there stays itself."""
+    """One 0-d flag on `device`, 0.0 or 1.0, set if any of `flags` is nonzero or NaN; a single flag stays itself."""
     if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
         return flags[0]
     return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()

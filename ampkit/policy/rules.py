@@ -16,7 +16,7 @@ class Rule(Enum):
     LOWER_FLOAT32_OUT = "lower_float32_out"  # matrix products: the same casts, a float32 result
     FLOAT32 = "float32"  # cast every eligible tensor to float32
     FLOAT32_DTYPE_ARG = "float32_dtype_arg"  # cast nothing, pass `dtype=torch.float32`
-    PROMOTE = "promote"  # cast all eligible tensors to the widest dtype among them
+    PROMOTE = "promote"  # cast eligible tensors to the widest dtype among them; float16 and bfloat16 give float32
     BANNED = "banned"  # raise an error that says what to do instead
     DECOMPOSE = "decompose"  # a composite: its own code runs, and the region is active inside
     KEEP = "keep"  # cast nothing

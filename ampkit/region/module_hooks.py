@@ -85,8 +85,8 @@ class _ModuleLookup:
                     self.rules,
                     self.rules.check(),
                     (
-                        "none of the modules that this policy's rules bind ({}) ran in this region, so the rules had no "
-                        "effect"
+                        "none of the modules that this policy's rules bind ({}) ran in this region, so the rules had "
+                        "no effect"
                     ),
                 )
         elif first:

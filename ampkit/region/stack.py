@@ -100,7 +100,7 @@ class Entry:
         frame: FrameType | None,
         recomputes: bool,
     ) -> None:
-        """Read the state to restore, and choose the cache and the mode. Changes no state."""
+        """Read the state to restore, and choose the cache and the mode. Changes no autocast or dispatcher state."""
         device_type = spec.device_type
         try:
             outer_mode = get_in_tls(TLS_NAME)

@@ -494,7 +494,8 @@ class GradScaler(ScalerAnswers):
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag in its record is set. Reads the device once."""
+        """Step an ordinary optimizer unless a flag in its record is set. Reads the device once, again if the step is
+        skipped, and once more under `skip_above`."""
         flags = list(optimizer_state["found_inf_per_device"].values())
         if not flags:  # `step` does not get here; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)

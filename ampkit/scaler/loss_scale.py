@@ -109,7 +109,7 @@ class DynamicLossScale(_LossScale):
         growth_interval: updates in a row without overflow before the scale grows; 0: it never grows, as in torch.
         min_scale: the scale never falls below it.
         max_scale: the scale never grows above it. Growth to inf never happens.
-        hysteresis: number of the overflow on which the scale backs off; 1: on the first. Every overflow skips its
+        hysteresis: overflows until the scale backs off, that one included; 1: on the first. Every overflow skips its
             step.
         hysteresis_refill: after which event the scale again tolerates `hysteresis` - 1 overflows: "growth"
             (Megatron-LM), or any "clean" update, so that only overflows in a row count (Apex, DeepSpeed's consecutive

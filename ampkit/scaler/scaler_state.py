@@ -1,4 +1,4 @@
-"""What a scaler is apart from its iterations: settings and attributes, and how they are saved, loaded and copied.
+"""Constructor and attributes of `GradScaler`, and how it is saved, loaded and copied.
 
 `ScalerState` says which attribute holds what, and for how long. The class to use is `grad_scaler.GradScaler`.
 """

@@ -33,7 +33,7 @@ def host_value(scalar: Tensor) -> float:
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """max |x| of each tensor with elements, as one vector: float64 if any tensor is, else float32; NaN wins, then inf."""
+    """max |x| of each nonempty tensor, as one vector: float64 if any tensor is, else float32; NaN wins, then inf."""
     filled = [t for t in tensors if t.numel()]
     dtype = torch.float64 if torch.float64 in set(map(_DTYPE, filled)) else torch.float32  # Metal has no fp64
     if not filled:

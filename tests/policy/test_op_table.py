@@ -30,7 +30,8 @@ def test_listed_names_that_torch_lacks_are_left_out_with_one_warning() -> None:
     with pytest.warns(
         UserWarning,
         match=(
-            r"does not have these operators of ampkit's lists, which are ignored: conv2d\.gone_overload, gone_from_torch\. "
+            r"does not have these operators of ampkit's lists, which are ignored: conv2d\.gone_overload, "
+            r"gone_from_torch\. "
             r"The lists are made for torch 2\.11 to 2\.15; `make operators` in a checkout compares them"
         ),
     ):

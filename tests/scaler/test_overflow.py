@@ -69,7 +69,7 @@ def deep_model() -> nn.Sequential:
     "path", [path for path, module in deep_model().named_modules() if [*module.parameters(recurse=False)]]
 )
 def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None:
-    """Beside what hooks see while backward runs, in a step that is skipped as a module's output has a gradient of inf."""
+    """Beside what hooks see in backward, in a step that is skipped because a module's output has a gradient of inf."""
     model, seen = deep_model(), []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(

@@ -48,7 +48,9 @@ SUITES = {
         "tests_pytorch/plugins/precision/test_amp_integration.py tests_pytorch/models/test_amp.py "
         "tests_fabric/plugins/precision/test_amp.py tests_fabric/plugins/precision/test_amp_integration.py",
         {
-            "tests_fabric*test_amp::test_amp_precision_default_scaler": "a scaler on device=Mock(): torch accepts any object, ampkit asks torch.device",
+            "tests_fabric*test_amp::test_amp_precision_default_scaler": (
+                "a scaler on device=Mock(): torch accepts any object, ampkit asks torch.device"
+            ),
         },
     ),
     "accelerate": Suite(
