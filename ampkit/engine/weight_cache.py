@@ -256,9 +256,11 @@ class RegionCache:
         return sum(casts.hits for casts in tuple(self._casts.values()))
 
     def weights(self, device_type: str, dtype: Any) -> Callable[[Tensor], Any]:
-        """The function that casts the weights of the operator that runs now: `_Casts.find`, or a plain cast.
+        """Return the function that casts the weights of the operator that runs now: `_Casts.find`, or a plain cast.
 
-        `dtype` may be a `WeightForm` of `float8_products`.
+        Args:
+            device_type: the device type of the weights.
+            dtype: what to cast to; a dtype, or a `WeightForm` of `float8_products`.
         """
         if (
             not _cache_enabled()  # a `torch.autocast` region inside ours disables it
@@ -277,7 +279,12 @@ class RegionCache:
         return casts.find
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
-        """`leaf.to(dtype)`, from the cache where the leaf is a weight whose casts are cached."""
+        """Return `leaf.to(dtype)`, from the cache where the leaf is a weight with cached casts. Never synchronizes.
+
+        Args:
+            leaf: a weight, or another leaf tensor, which is cast without the cache.
+            dtype: the dtype to cast to.
+        """
         return self.weights(leaf.device.type, dtype)(leaf)
 
     def clear(self) -> None:

@@ -11,16 +11,18 @@ PACKAGES = ("ampkit", "ampkit.amp", "ampkit.debugging", "ampkit.optim", "ampkit_
 
 
 def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Functions and classes that the packages export, and the public methods that these classes define themselves."""
+    """Functions and classes that the packages export, and the public methods that these classes have from ampkit."""
     for package in map(importlib.import_module, PACKAGES):
         for name in package.__all__:
             value = getattr(package, name)
             if not callable(value):
                 continue
             yield f"{package.__name__}.{name}", value
-            for method, function in vars(value).items() if inspect.isclass(value) else ():
+            for method in dir(value) if inspect.isclass(value) else ():
+                function = inspect.getattr_static(value, method)
                 function = getattr(function, "__func__", function)  # of class and static methods
-                if not method.startswith("_") and inspect.isfunction(function):
+                ours = getattr(function, "__module__", None) or ""
+                if not method.startswith("_") and inspect.isfunction(function) and ours.startswith("ampkit"):
                     yield f"{package.__name__}.{name}.{method}", function
 
 
