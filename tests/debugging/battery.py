@@ -409,8 +409,8 @@ def entropy_by_hand(x: Tensor) -> Tensor:
     r"8 of 8 targets are -100, which is ignore_index",
     r"ignore_index|skip",
     module="",
-    loss=lambda y: F.cross_entropy(y, torch.full((8,), -100)),
-)  # here
+    loss=lambda y: F.cross_entropy(y, torch.full((8,), -100)),  # here
+)
 def every_target_ignored(x: Tensor) -> Tensor:
     return x * 1
 
