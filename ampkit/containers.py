@@ -46,29 +46,36 @@ def map_tensors(
     tree: Any, function: Callable[[Tensor], Tensor], other_leaf: Callable[[Any], Any] = lambda item: item
 ) -> Any:
     """Apply `function` to the tensors in `tree`, and `other_leaf` to all other leaves."""
+    return _mapped(tree, function, other_leaf)[0]
+
+
+def _mapped(tree: Any, function: Callable[[Tensor], Tensor], other_leaf: Callable[[Any], Any]) -> tuple[Any, bool]:
+    """The mapped tree, and whether it differs from `tree`: Dynamo of torch 2.11 cannot compare lists by identity."""
     if isinstance(tree, Tensor):
-        return function(tree)
+        tensor = function(tree)
+        return tensor, tensor is not tree
     if isinstance(tree, _COMMON_LEAVES):  # to skip the checks below
-        return other_leaf(tree)
+        leaf = other_leaf(tree)
+        return leaf, leaf is not tree
     if isinstance(tree, list | tuple):
-        items = [map_tensors(item, function, other_leaf) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        items = [_mapped(item, function, other_leaf) for item in tree]
+        if not any(differs for _, differs in items):
+            return tree, False
+        values = [item for item, _ in items]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values), True
     if isinstance(tree, Mapping):
-        items = {key: map_tensors(item, function, other_leaf) for key, item in tree.items()}
-        kept = [key for key, item in items.items() if item is tree[key]]  # Dynamo of torch 2.11 lacks `is not`
-        changed = {key: item for key, item in items.items() if key not in kept}
-        return _with_items(tree, changed) if changed else tree
+        mapped = {key: _mapped(item, function, other_leaf) for key, item in tree.items()}
+        changed = {key: item for key, (item, differs) in mapped.items() if differs}
+        return (_with_items(tree, changed), True) if changed else (tree, False)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {
             field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
         }
-        items = {name: map_tensors(item, function, other_leaf) for name, item in fields.items()}
-        kept = [name for name, item in items.items() if item is fields[name]]
-        changed = {name: item for name, item in items.items() if name not in kept}
-        return _with_fields(tree, changed) if changed else tree
-    return other_leaf(tree)
+        mapped = {name: _mapped(item, function, other_leaf) for name, item in fields.items()}
+        changed = {name: item for name, (item, differs) in mapped.items() if differs}
+        return (_with_fields(tree, changed), True) if changed else (tree, False)
+    leaf = other_leaf(tree)
+    return leaf, leaf is not tree
 
 
 def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
