@@ -142,12 +142,11 @@ def _general(op: OpOverload) -> Handler:
     @dynamo_skip
     def handler(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
-        if functorch_level() is not None:
+        if refuses_numbers or functorch_level() is not None:
             args = _with_tensors(args, _numbers(args, positions))
-        if refuses_numbers and _numbers(args, positions):  # in traced code, tensors that torch treats as numbers
-            args = _with_tensors(args, _numbers(args, positions))
-            numbers = _numbers(args, positions)  # those with no tensor beside them that would tell their dtype
-            args = tuple(torch.tensor(arg) if n in numbers else arg for n, arg in enumerate(args))
+        if refuses_numbers:  # in traced code torch treats some tensors as numbers, also without a tensor beside them
+            for position in _numbers(args, positions):
+                args = (*args[:position], torch.tensor(args[position]), *args[position + 1 :])
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:

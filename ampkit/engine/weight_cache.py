@@ -11,7 +11,7 @@
 
 `_CachedCast.survives` compares, when a `WeightCache` is asked for the cast in a later region, and when a region ends:
 
-- the layout: the same shape and strides, and nobody has read the parameter's `.data`. Writes through it increment no
+- the layout: the same shape and strides, and no read of the parameter's `.data` since. Writes through it increment no
   version counter: so adapters are merged (`p.data += ...`) and averages loaded (`p.data.copy_(...)`);
 - the owner: torch allocated the memory, and no other tensor, array or process has it;
 - collectives: `torch.distributed` has started none since the cast;
