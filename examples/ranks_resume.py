@@ -66,7 +66,8 @@ def main(how: str, folder: Path, steps: int) -> None:
     optimizer = ampkit.optim.AdamW(model.parameters(), lr=0.02)
     scaler = GradScaler(device, init_scale=2.0**10)
     progress = Progress(model, optimizer, scaler)
-    if saved := sorted(folder.glob("step*"), key=lambda path: int(path.name[4:])):
+    # DCP writes .metadata last: a kill in a save leaves a folder without it.
+    if saved := sorted((path.parent for path in folder.glob("step*/.metadata")), key=lambda path: int(path.name[4:])):
         dcp.load({"progress": progress}, checkpoint_id=saved[-1])
 
     losses = torch.zeros(())

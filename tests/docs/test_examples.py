@@ -109,7 +109,10 @@ def test_without_torchrun_the_command_is_printed(name: str, monkeypatch: pytest.
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Weights, optimizer, scale and counts: the second half ends where an uninterrupted run ends."""
+    """Weights, optimizer, scale and counts: the second half ends where an uninterrupted run ends.
+
+    It passes over a newer checkpoint that a kill has left without `.metadata`.
+    """
 
     def loss(how: str, folder: str, ranks: int, steps: int) -> float:
         arguments = (EXAMPLES / "ranks_resume.py", how, tmp_path / folder, steps)
@@ -121,6 +124,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     whole = loss("ddp", "whole", 1, 12)
     for how, first, then in (("fsdp", 2, 1), ("tensor", 1, 2)):
         assert loss(how, how, first, 6) > 1.3 * whole, "half of the steps"
+        (tmp_path / how / "step9").mkdir()
+        (tmp_path / how / "step9" / "__0_0.distcp").write_bytes(b"half of the data")
         assert loss(how, how, then, 12) == pytest.approx(whole, rel=1e-3)
 
 
