@@ -42,7 +42,7 @@ class Float8Losses(tuple[Float8Loss, ...]):
 
     def __str__(self) -> str:
         if not self:
-            return "no product of FP8 was computed eagerly while recording"
+            return "no product of FP8 was recorded; those of compiled code and of DTensors are left out"
         return "\n".join(table([_HEADER, *(loss.cells() for loss in self)], {"amax", "to 0", "at end", "SNR dB"}))
 
 
