@@ -1,16 +1,16 @@
 """ampkit in the training loops of other libraries: a module per library, which imports that library when it is used.
 
 `accelerate` and `transformers` set up an `Accelerator` and a `Trainer`; `lightning` and `fabric` have precision
-plugins; `timm` has a scaler.
+plugins; `timm` has a scaler; `checkpoint` has a planner for torch.distributed.checkpoint.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ampkit.integrations import accelerate, fabric, lightning, timm, transformers
+    from ampkit.integrations import accelerate, checkpoint, fabric, lightning, timm, transformers
 
-__all__ = ["accelerate", "fabric", "lightning", "timm", "transformers"]
+__all__ = ["accelerate", "checkpoint", "fabric", "lightning", "timm", "transformers"]
 
 if not TYPE_CHECKING:  # a type checker would accept every name
 
