@@ -137,9 +137,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         if not self._precision.is_torchs:
             return False
         on_host = device.type == "cpu"
-        if on_host and scalars.skips_on_host():
-            return True
-        if on_host and needs_float32(group, scalars):
+        skips = on_host and scalars.skips_on_host()
+        if on_host and not skips and needs_float32(group, scalars):
             return False
         if not on_host:  # of torch's functions only the fused one can skip on the device
             group["fused"], group["foreach"] = True, False
@@ -150,6 +149,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         except RuntimeError:
             refuse_sparse(self, [param.grad for param in group["params"] if param.grad is not None])
             raise
+        if skips:  # with a state of zeros: a checkpoint without it, of a run that has only skipped, would not load
+            return True
         lists = (*params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs)
         # On a CPU torch's fused step (2.13) ignores strides, and so confuses elements of `channels_last` tensors.
         fused = group["fused"] and (not on_host or all(map(Tensor.is_contiguous, lists)))

@@ -124,6 +124,20 @@ def test_back_to_torch_needs_no_planner(tmp_path: Path) -> None:
     new.step()
 
 
+@pytest.mark.parametrize("optimizer", ["ampkit", "stochastic", "remainder"])
+def test_a_checkpoint_of_a_run_that_has_only_skipped_loads(tmp_path: Path, optimizer: str) -> None:
+    """The optimizer's state is in it, with 0 steps: DCP would leave it out, or step to make it."""
+    old = Training(optimizer, ampkit.GradScaler("cpu"), steps=0)
+    old.scaler.scale(old.model(torch.full((2, 4), torch.inf, dtype=torch.bfloat16)).float().sum()).backward()
+    old.scaler.step(old.optimizer)
+    old.scaler.update()
+    dcp.save({"run": old}, checkpoint_id=tmp_path, no_dist=True)
+    new = Training(optimizer, ampkit.GradScaler("cpu"), steps=0)
+    load(new, tmp_path)
+    assert new.scaler.stats().skips == 1
+    assert [state["step"].item() for state in new.optimizer.state.values()] == [0.0, 0.0]
+
+
 class Missing:
     """A state without some entries, by their names in the flat form."""
 
