@@ -13,6 +13,7 @@ from ampkit.scaler.state_dict_checks import OWN_KEY, TORCH_KEYS
 
 __all__ = ["LoadPlanner"]
 
+_STRATEGY = "loss_scale"
 _OF_WEIGHTS = ("remainder", "stream")  # entries of an optimizer's state that no optimizer of torch has
 
 
@@ -25,6 +26,9 @@ class LoadPlanner(DefaultLoadPlanner):
     - ampkit's entry of a scaler, in a checkpoint of `torch.amp.GradScaler`: the counts of `stats` start at 0;
     - remainders, in a checkpoint of an optimizer without `masters`: set to 0, masters begin as the weights;
     - streams of random numbers, in one of an optimizer without stochastic rounding: they stay as they are.
+
+    A scaler's strategy may be of another kind, as in a float16 run that goes on in bfloat16: the scaler keeps its own,
+    with a warning, as `GradScaler.load_state_dict` does.
 
     Anything else that is absent raises, as without this planner; `allow_partial_load=True` would keep new weights
     without saying so.
@@ -56,6 +60,7 @@ class LoadPlanner(DefaultLoadPlanner):
             RuntimeError: the checkpoint lacks another entry.
         """
         saved = set(self.metadata.state_dict_metadata) if self.metadata is not None else set()
+        self._take_saved_strategies(saved)
         absent = {name: self._kind(path) for name, path in self.mappings.items() if name not in saved}
         present = {kind for kind in set(absent.values()) if kind and any(_is_of(name, kind) for name in saved)}
         for name, kind in absent.items():
@@ -69,6 +74,21 @@ class LoadPlanner(DefaultLoadPlanner):
                 with torch.no_grad():
                     value.zero_()
         return super().create_local_plan()
+
+    def _take_saved_strategies(self, saved: set[str]) -> None:
+        """Load each scaler's strategy with the entries that the checkpoint has, which depend on its kind."""
+        for path in {path[:-1] for path in self.mappings.values() if path[-2:-1] == (_STRATEGY,)}:
+            if path[-2:-1] != (OWN_KEY,) or self._kind(path) is None:
+                continue
+            prefix = f"{_joined(path)}."
+            names = [name.removeprefix(prefix) for name in saved if name.startswith(prefix)]
+            if not names:  # torch's checkpoint
+                continue
+            for name in [name for name, of in self.mappings.items() if of[:-1] == path]:
+                del self.mappings[name], self.state_dict[name]
+            self._at(path[:-1])[_STRATEGY] = dict.fromkeys(names)
+            for name in names:
+                self.mappings[prefix + name], self.state_dict[prefix + name] = (*path, name), None
 
     def _kind(self, path: tuple[Any, ...]) -> tuple[str, str] | None:
         """The object that an entry belongs to, by its path, and what the entry is; None if it may not be absent."""

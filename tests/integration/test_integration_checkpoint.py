@@ -1,5 +1,6 @@
 """`LoadPlanner`: checkpoints of torch's classes load into ampkit's, and whatever else is missing raises."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,25 @@ def test_back_to_torch_needs_no_planner(tmp_path: Path) -> None:
     new.step()
 
 
+STRATEGIES = (ampkit.DynamicLossScale(8.0, growth_interval=3), ampkit.StaticLossScale(4.0), ampkit.NoOpLossScale())
+
+
+@pytest.mark.parametrize("saved", STRATEGIES, ids=lambda strategy: strategy.kind)
+@pytest.mark.parametrize("own", STRATEGIES, ids=lambda strategy: strategy.kind)
+def test_another_strategy_loads_as_load_state_dict_does(tmp_path: Path, saved: Any, own: Any) -> None:
+    old = Training("ampkit", ampkit.GradScaler("cpu", loss_scale=saved), steps=4)
+    dcp.save({"run": old}, checkpoint_id=tmp_path, no_dist=True)
+    new = Training("ampkit", ampkit.GradScaler("cpu", loss_scale=own), steps=2)
+    expected = ampkit.GradScaler("cpu", loss_scale=own)
+    warns = pytest.warns(UserWarning, match="this scaler keeps") if own.kind != saved.kind else contextlib.nullcontext()
+    with warns:
+        expected.load_state_dict(old.scaler.state_dict())
+    with warns:
+        load(new, tmp_path, planner=LoadPlanner())
+    assert new.scaler.state_dict() == expected.state_dict()
+    assert new.scaler.loss_scale == expected.loss_scale
+
+
 @pytest.mark.parametrize("optimizer", ["ampkit", "stochastic", "remainder"])
 def test_a_checkpoint_of_a_run_that_has_only_skipped_loads(tmp_path: Path, optimizer: str) -> None:
     """The optimizer's state is in it, with 0 steps: DCP would leave it out, or step to make it."""
@@ -168,6 +188,7 @@ class Missing:
         "scaler/_growth_tracker",
         "scaler/ampkit/totals/steps",
         "scaler/ampkit/loss_scale",
+        "scaler/ampkit/counters",
     ],
 )
 def test_what_else_is_missing_raises(tmp_path: Path, name: str) -> None:
