@@ -1,0 +1,244 @@
+"""Start examples/pretrain.py on forked ranks, and kill one of them at a chosen point of a chosen step.
+
+One process imports everything and forks the ranks, each of which starts in milliseconds. As under torchrun a rank that
+ends with an error is the end of all: the others have `GRACE` seconds to end by themselves, or the start fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampkit import GradScaler
+from examples import pretrain
+
+GRACE = 30  # seconds in which ranks have to end when another one was killed
+LIMIT = 120  # seconds for a start
+LAST_LINE = re.compile(r"state (?P<digest>[0-9a-f]{64}) scale (?P<scale>\S+) skips (?P<skips>\d+)")
+
+SMALL = {"WIDTH": 16, "HEADS": 2, "CONTEXT": 8}
+POINTS = ("forward", "backward", "agreement", "before the step", "after the step", "after the update", "write")
+"""Where `Kill` may strike: in forward, in a recompute of backward, in the collective of the scaler, on either side of
+`optimizer.step`, behind `update`, and when the files of a rank are written."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL, or another signal, that a rank sends itself.
+
+    Attributes:
+        step: the step, from 1 on, in which it strikes.
+        rank: the rank.
+        point: one of `POINTS`, or "metadata", before rank 0 writes that, or "save", as a save is called.
+        number: the signal.
+    """
+
+    step: int
+    rank: int
+    point: str
+    number: int = signal.SIGKILL
+
+
+class Ended(NamedTuple):
+    """How a start ended."""
+
+    codes: list[int]  # of the ranks, negative after a signal
+    output: str  # of rank 0
+    errors: str  # of all ranks
+
+    @property
+    def state(self) -> dict[str, str]:
+        """What the last line says."""
+        lines = self.output.splitlines()
+        found = LAST_LINE.fullmatch(lines[-1]) if lines else None
+        assert found, f"{self.codes}\n{self.output}\n{self.errors}"
+        return found.groupdict()
+
+
+@dataclass(frozen=True)
+class Job:
+    """Arguments of pretrain.py."""
+
+    folder: Path
+    precision: str = "fp16"
+    parallel: str = "fsdp"
+    steps: int = 8
+    save_every: int = 2
+    torchs: Path | None = None
+    small: bool = True  # a smaller model than the example's
+
+
+for _name in ("pydoc_data.topics", "torch._dynamo"):  # imported late: here once, before ranks are forked
+    importlib.import_module(_name)
+_context = get_context("forkserver")
+_context.set_forkserver_preload([__name__])
+
+
+def start(job: Job, world: int = 2, kills: tuple[Kill, ...] = (), after: float | None = None) -> Ended:
+    """Run `job` on `world` ranks until it ends.
+
+    Args:
+        job: what to run.
+        world: the number of ranks.
+        kills: signals that ranks send themselves.
+        after: seconds after which a rank, the last one, is killed from outside.
+
+    Raises:
+        AssertionError: ranks did not end in time after another one was killed, or at all.
+    """
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    texts = [job.folder / f"rank{rank}.txt" for rank in range(world)]
+    ranks = [_context.Process(target=_rank, args=(rank, world, port, job, kills)) for rank in range(world)]
+    begin = time.monotonic()
+    until = begin + LIMIT
+    for process in ranks:
+        process.start()
+    try:
+        while running := [process for process in ranks if process.exitcode is None]:
+            patience = until - time.monotonic()
+            if after is not None:
+                patience = begin + after - time.monotonic()
+            ended = wait([process.sentinel for process in running], max(patience, 0))
+            if not ended and after is not None:
+                ranks[-1].kill()
+                after = None
+            elif not ended:
+                raise AssertionError(f"ranks hang: {[process.exitcode for process in ranks]}\n{_read(texts)}")
+            if any(process.exitcode for process in ranks):
+                until = min(until, time.monotonic() + GRACE)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    codes = [process.exitcode or 0 for process in ranks]
+    return Ended(codes, texts[0].read_text() if texts[0].exists() else "", _read(texts))
+
+
+def _read(texts: list[Path]) -> str:
+    return "\n".join(f"{text.name}:\n{text.read_text()}" for text in texts if text.exists())
+
+
+def _rank(rank: int, world: int, port: int, job: Job, kills: tuple[Kill, ...]) -> None:
+    """One rank, in a process of its own, with its output in a file."""
+    text = os.open(job.folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(text, 1)
+    os.dup2(text, 2)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name, size in SMALL.items() if job.small else ():
+        setattr(pretrain, name, size)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    with contextlib.ExitStack() as stack:
+        for kill in kills:
+            if kill.rank == rank:
+                stack.enter_context(_armed(kill))
+        pretrain.main(job.parallel, job.precision, job.steps, job.save_every, job.folder, job.torchs)
+
+
+@contextlib.contextmanager
+def _armed(kill: Kill) -> Iterator[None]:
+    """Have this process send itself the signal when it gets there."""
+    step, calls, clipping = 0, 0, False
+
+    def strike(*_: Any) -> None:
+        nonlocal step
+        if step == kill.step or (step > kill.step and kill.point in ("write", "metadata")):  # a thread may be late
+            step = -1
+            os.kill(os.getpid(), kill.number)
+
+    def before(owner: Any, name: str, do: Callable[[], None]) -> None:
+        """Call `do` before each call of a method."""
+        real = getattr(owner, name)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            do()
+            return real(*args, **kwargs)
+
+        setattr(owner, name, replaced)
+
+    def next_step() -> None:
+        nonlocal step, calls
+        step, calls = step + 1 if step >= 0 else step, 0
+
+    def count_block() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if kill.point == "forward" else pretrain.DEPTH + 1):  # the first one that is computed again
+            strike()
+
+    def collective() -> None:
+        if clipping:
+            strike()
+
+    begin = pretrain.Checkpoints.begin
+
+    def begins(self: Any, run: Any, torchs: Any) -> None:
+        nonlocal step
+        begin(self, run, torchs)
+        step = run.step
+
+    pretrain.Checkpoints.begin = begins
+    before(pretrain.Stream, "next", next_step)
+    match kill.point:
+        case "forward" | "backward":
+            before(pretrain.Block, "compute", count_block)
+        case "agreement":
+            clip = GradScaler.clip_grad_norm_
+
+            def clips(*args: Any, **kwargs: Any) -> Any:
+                nonlocal clipping
+                clipping = True
+                result = clip(*args, **kwargs)
+                clipping = False
+                return result
+
+            GradScaler.clip_grad_norm_ = clips
+            before(dist, "all_reduce", collective)
+        case "before the step":
+            register_optimizer_step_pre_hook(strike)
+        case "after the step":
+            register_optimizer_step_post_hook(strike)
+        case "after the update":
+            before(pretrain.Stop, "agreed", strike)
+        case "save":
+            before(pretrain.Checkpoints, "save", strike)
+        case "write":
+            write = FileSystemWriter.write_data
+
+            def writes(*args: Any, **kwargs: Any) -> Any:
+                result = write(*args, **kwargs)
+                strike()
+                return result
+
+            FileSystemWriter.write_data = writes
+        case "metadata":
+            before(FileSystemWriter, "finish", strike)
+        case _:
+            raise ValueError(f"unknown point {kill.point!r}; expected one of {POINTS}, 'save' or 'metadata'")
+    yield
