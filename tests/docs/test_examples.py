@@ -1,5 +1,5 @@
-"""The examples run and show what their docstrings say. tests/debugging and tests/integration have those for debugging
-and the demo."""
+"""The examples run and show what their docstrings say. tests/debugging and tests/integration have those for debugging,
+the demo and pretraining."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def test_two_ranks_end_alike(name: str, last: str) -> None:
     assert seen["0"] == seen["1"]
 
 
-@pytest.mark.parametrize("name", ["ranks_resume", "scaler_ddp", "scaler_fsdp"])
+@pytest.mark.parametrize("name", ["pretrain", "ranks_resume", "scaler_ddp", "scaler_fsdp"])
 def test_without_torchrun_the_command_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(EXAMPLES / f"{name}.py")
     monkeypatch.setattr("sys.argv", [path])
