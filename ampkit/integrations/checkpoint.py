@@ -37,14 +37,7 @@ class LoadPlanner(DefaultLoadPlanner):
         flatten_state_dict: as of torch's; without it nothing may be absent.
         flatten_sharded_tensors: as of torch's.
 
-    >>> import tempfile, torch, ampkit
-    >>> import torch.distributed.checkpoint as dcp
-    >>> old, new = torch.amp.GradScaler("cpu", init_scale=8.0), ampkit.GradScaler("cpu")
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = dcp.save({"scaler": old}, checkpoint_id=folder, no_dist=True)
-    ...     dcp.load({"scaler": new}, checkpoint_id=folder, planner=LoadPlanner(), no_dist=True)
-    >>> new.get_scale()
-    8.0
+    Use it as `dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())`.
     """
 
     def __init__(self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True) -> None:

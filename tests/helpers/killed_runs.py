@@ -6,7 +6,6 @@ ends with an error is the end of all: the others have `GRACE` seconds to end by 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import re
@@ -14,7 +13,7 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -46,7 +45,7 @@ class Kill:
     Attributes:
         step: the step, from 1 on, in which it strikes.
         rank: the rank.
-        point: one of `POINTS`, or "metadata", before rank 0 writes that, or "save", as a save is called.
+        point: one of `POINTS`, or "metadata", before rank 0 writes that.
         number: the signal.
     """
 
@@ -79,7 +78,7 @@ class Job:
     folder: Path
     precision: str = "fp16"
     parallel: str = "fsdp"
-    steps: int = 8
+    steps: int = 6
     save_every: int = 2
     torchs: Path | None = None
     small: bool = True  # a smaller model than the example's
@@ -154,91 +153,79 @@ def _rank(rank: int, world: int, port: int, job: Job, kills: tuple[Kill, ...]) -
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    with contextlib.ExitStack() as stack:
-        for kill in kills:
-            if kill.rank == rank:
-                stack.enter_context(_armed(kill))
-        pretrain.main(job.parallel, job.precision, job.steps, job.save_every, job.folder, job.torchs)
+    for kill in kills:
+        if kill.rank == rank:
+            _Strike(kill)
+    pretrain.main(job.parallel, job.precision, job.steps, job.save_every, job.folder, job.torchs)
 
 
-@contextlib.contextmanager
-def _armed(kill: Kill) -> Iterator[None]:
-    """Have this process send itself the signal when it gets there."""
-    step, calls, clipping = 0, 0, False
+def _pass(*_: Any, **__: Any) -> None:
+    """Do nothing."""
 
-    def strike(*_: Any) -> None:
-        nonlocal step
-        if step == kill.step or (step > kill.step and kill.point in ("write", "metadata")):  # a thread may be late
-            step = -1
-            os.kill(os.getpid(), kill.number)
 
-    def before(owner: Any, name: str, do: Callable[[], None]) -> None:
-        """Call `do` before each call of a method."""
-        real = getattr(owner, name)
+class _Strike:
+    """Has this process send itself a signal when it gets to a point of a step."""
 
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            do()
-            return real(*args, **kwargs)
+    def __init__(self, kill: Kill) -> None:
+        self.kill, self.step, self.blocks, self.clips = kill, 0, 0, False
+        _around(pretrain.Checkpoints, "begin", after=self.begin)
+        _around(pretrain.Stream, "next", before=self.next_step)
+        match kill.point:
+            case "forward" | "backward":
+                _around(pretrain.Block, "compute", before=self.count_block)
+            case "agreement":
+                _around(GradScaler, "clip_grad_norm_", before=self.begin_clipping, after=self.end_clipping)
+                _around(dist, "all_reduce", before=self.communicate)
+            case "before the step":
+                register_optimizer_step_pre_hook(self.now)
+            case "after the step":
+                register_optimizer_step_post_hook(self.now)
+            case "after the update":
+                _around(pretrain.Stop, "agreed", before=self.now)
+            case "write":
+                _around(FileSystemWriter, "write_data", after=self.now)
+            case "metadata":
+                _around(FileSystemWriter, "finish", before=self.now)
+            case _:
+                raise ValueError(f"unknown point {kill.point!r}; expected one of {POINTS} or 'metadata'")
 
-        setattr(owner, name, replaced)
+    def now(self, *_: Any, **__: Any) -> None:
+        """Strike, if this is the step. The thread of a save may be late."""
+        late = self.kill.point in ("write", "metadata") and self.step > self.kill.step
+        if self.step == self.kill.step or late:
+            self.step = -1
+            os.kill(os.getpid(), self.kill.number)
 
-    def next_step() -> None:
-        nonlocal step, calls
-        step, calls = step + 1 if step >= 0 else step, 0
+    def begin(self, _: Any, run: pretrain.Run, *__: Any) -> None:
+        self.step = run.step
 
-    def count_block() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == (1 if kill.point == "forward" else pretrain.DEPTH + 1):  # the first one that is computed again
-            strike()
+    def next_step(self, *_: Any) -> None:
+        self.step, self.blocks = self.step + 1 if self.step >= 0 else self.step, 0
 
-    def collective() -> None:
-        if clipping:
-            strike()
+    def count_block(self, *_: Any) -> None:
+        self.blocks += 1
+        if self.blocks == (1 if self.kill.point == "forward" else pretrain.DEPTH + 1):  # the first computed again
+            self.now()
 
-    begin = pretrain.Checkpoints.begin
+    def begin_clipping(self, *_: Any, **__: Any) -> None:
+        self.clips = True
 
-    def begins(self: Any, run: Any, torchs: Any) -> None:
-        nonlocal step
-        begin(self, run, torchs)
-        step = run.step
+    def end_clipping(self, *_: Any, **__: Any) -> None:
+        self.clips = False
 
-    pretrain.Checkpoints.begin = begins
-    before(pretrain.Stream, "next", next_step)
-    match kill.point:
-        case "forward" | "backward":
-            before(pretrain.Block, "compute", count_block)
-        case "agreement":
-            clip = GradScaler.clip_grad_norm_
+    def communicate(self, *_: Any, **__: Any) -> None:
+        if self.clips:
+            self.now()
 
-            def clips(*args: Any, **kwargs: Any) -> Any:
-                nonlocal clipping
-                clipping = True
-                result = clip(*args, **kwargs)
-                clipping = False
-                return result
 
-            GradScaler.clip_grad_norm_ = clips
-            before(dist, "all_reduce", collective)
-        case "before the step":
-            register_optimizer_step_pre_hook(strike)
-        case "after the step":
-            register_optimizer_step_post_hook(strike)
-        case "after the update":
-            before(pretrain.Stop, "agreed", strike)
-        case "save":
-            before(pretrain.Checkpoints, "save", strike)
-        case "write":
-            write = FileSystemWriter.write_data
+def _around(owner: Any, name: str, before: Callable[..., None] = _pass, after: Callable[..., None] = _pass) -> None:
+    """Call a function with the arguments of each call of a method, before or after it."""
+    real = getattr(owner, name)
 
-            def writes(*args: Any, **kwargs: Any) -> Any:
-                result = write(*args, **kwargs)
-                strike()
-                return result
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = real(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
 
-            FileSystemWriter.write_data = writes
-        case "metadata":
-            before(FileSystemWriter, "finish", strike)
-        case _:
-            raise ValueError(f"unknown point {kill.point!r}; expected one of {POINTS}, 'save' or 'metadata'")
-    yield
+    setattr(owner, name, replaced)

@@ -22,7 +22,7 @@ from tests.stress.budget import rounds
 
 pytestmark = pytest.mark.timeout(300 + float(os.environ.get("AMPKIT_SOAK_SECONDS") or 0))
 
-STEPS = 8
+STEPS = 6
 
 
 def test_every_point_in_every_precision(tmp_path: Path) -> None:
