@@ -4,8 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Newer than what it depends on once the environment is ready, so that a second `make` installs nothing.
+# Newer than what they depend on once the environment is ready, so that a second `make` installs nothing.
 STAMP := $(VENV)/.ampkit-installed
+DEMO_STAMP := $(VENV)/.ampkit-demo-installed
 WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
@@ -16,12 +17,16 @@ help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 $(STAMP): pyproject.toml constraints-dev.txt .ci/setup
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" .ci/setup
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" .ci/setup dev
+	@touch $@ $(DEMO_STAMP)
+
+$(DEMO_STAMP): pyproject.toml constraints-dev.txt .ci/setup
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" .ci/setup demo
 	@touch $@
 
 install: $(STAMP) ## create .venv and install ampkit with its extras into it
 
-demo: $(STAMP) ## train on real data: fp32, torch.amp and ampkit side by side
+demo: $(DEMO_STAMP) ## train on real data: fp32, torch.amp and ampkit side by side
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP) ## run every test

@@ -3,7 +3,8 @@
 A small CNN learns scikit-learn's handwritten digits, a character-level GPT the text of Python's own manual; nothing is
 downloaded. The three copies of each model start from the same weights, see the same batches and take turns. It prints a
 table and writes `results.json` and `curves.png`; finally, it makes a gradient overflow in the middle of a model and
-shows what the scaler reports. `python examples/demo.py --help` lists the options.
+shows what the scaler reports. The 16-bit dtype is the one that the device computes faster, by the measurement of
+`ampkit doctor`. `python examples/demo.py --help` lists the options.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import GradScaler, Policy, Rule, autocast
+from ampkit import GradScaler, Policy, Rule, autocast, dtype_times
+from ampkit.text_tables import table
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 GROWTH_INTERVAL = 20  # torch's 2,000 steps would never let the scale grow in a demo
@@ -86,8 +88,8 @@ class CharGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, alphabet)
-        for table in (self.embed, self.position):  # with torch's unit normal training starts slowly
-            nn.init.normal_(table.weight, std=0.02)
+        for embedding in (self.embed, self.position):  # with torch's unit normal training starts slowly
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
         """Predict the next character at each position."""
@@ -98,12 +100,9 @@ class CharGPT(nn.Module):
 
 
 class Digits:
-    """Classify 1,797 handwritten digits, every fifth held out; measured by accuracy in percent.
+    """Classify 1,797 handwritten digits, every fifth held out; measured by accuracy in percent."""
 
-    In fp16 on every device, to show the loss scale at work.
-    """
-
-    title, unit, cpu_dtype = "handwritten digits, small CNN", "%", "fp16"
+    title, unit = "handwritten digits, small CNN", "%"
     steps, peak_lr = 300, 5e-3
 
     def __init__(self, device: torch.device, batch_size: int = 64) -> None:
@@ -134,7 +133,7 @@ class Digits:
 class Characters:
     """Predict the next character of `pydoc_data.topics`; measured by bits per character on the last tenth."""
 
-    title, unit, cpu_dtype = "Python's language reference, character-level GPT", "bits/char", "bf16"
+    title, unit = "Python's language reference, character-level GPT", "bits/char"
     steps, peak_lr = 400, 5e-3
 
     def __init__(self, device: torch.device, batch_size: int = 32, context: int = 32) -> None:
@@ -270,6 +269,12 @@ def make_runs(task: Digits | Characters, device: torch.device, dtype: str, seed:
     return runs
 
 
+def sixteen_bit(times: list[dtype_times.DtypeTime]) -> str:
+    """bf16 or fp16, whichever the device computes faster; fp16 if they are alike, to show the loss scale at work."""
+    _, bfloat16, float16 = times
+    return "fp16" if float16.times(bfloat16) <= dtype_times.AS_FAST else "bf16"
+
+
 def float8_policy(device_type: str, model: nn.Module) -> Policy:
     """FP8 with a scale per row for all linear layers except the last one."""
     policy = Policy.default(device_type).with_rules({"aten::linear": Rule.FLOAT8_ROWWISE})
@@ -289,6 +294,9 @@ def train(task: Digits | Characters, runs: list[Run], steps: int, seed: int) -> 
     """Step the runs in turn on the same batches, so that other load disturbs all of them; then evaluate them."""
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
+        if step == 5:  # the first steps prepare kernels
+            seconds = sum(statistics.median(run.record.seconds) for run in runs) * (steps - step)
+            print(f"  about {math.ceil(seconds)} s", flush=True)
         batch = task.batch(generator)
         first = step % len(runs)
         for run in (*runs[first:], *runs[:first]):
@@ -310,13 +318,16 @@ def show_overflow(task: Digits | Characters, run: Run, seed: int) -> dict[str, A
     layers = [(path, module) for path, module in model.named_modules() if list(module.parameters(recurse=False))]
     path, module = layers[len(layers) // 2]
     generator = torch.Generator().manual_seed(seed)
-    scaler = GradScaler(next(model.parameters()).device, init_scale=256.0)
+    device = next(model.parameters()).device
+    scaler = GradScaler(device, init_scale=256.0)
     report = ""
-    print(f"\na fault: in step 2 of 3 the gradient of the output of {path} ({type(module).__name__}) overflows")
+    print(
+        f"\na fault: in step 2 of 3, in fp16, the gradient of the output of {path} ({type(module).__name__}) overflows"
+    )
     for step in (1, 2, 3):
         optimizer.zero_grad()
         hook = module.register_forward_hook(_overflow) if step == 2 else None
-        with run.context():
+        with autocast(device.type, torch.float16):
             loss = loss_of(model, task.batch(generator))
         if hook is not None:
             hook.remove()
@@ -343,7 +354,7 @@ def _overflow(module: nn.Module, args: object, output: Tensor) -> None:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Print a row per task and run; a dash stands for a missing figure."""
+    """Print a row per task and run, and a line that explains the times; a dash stands for a missing figure."""
     rows = [("task", "run", "dtype", "last loss", "held out", "ms/step", "vs torch.amp", "skipped", "memory/step")]
     for name, task in results["tasks"].items():
         runs: list[Record] = task["runs"]
@@ -363,9 +374,21 @@ def print_table(results: dict[str, Any]) -> None:
                     f"{run.step_bytes / 2**20:.1f} MiB" if run.step_bytes else "-",
                 )
             )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in table(rows, {"last loss", "held out", "ms/step", "vs torch.amp", "skipped", "memory/step"}):
+        print(line)
+    print(f"\n{explanation(results)}")
+
+
+def explanation(results: dict[str, Any]) -> str:
+    """What the times of the table come from, in one line."""
+    ratios = []
+    for name, task in results["tasks"].items():
+        single, native, *_ = (statistics.median(run.seconds) for run in task["runs"])
+        ratios.append(f"{native / single:.2f} times for {name}")
+    why = "where layers are small, casting weights and inputs costs what the faster products save"
+    if results["emulated"]:
+        why = f"this device emulates {results['emulated']}, so this says nothing about one that computes in it"
+    return f"torch.amp against fp32, in time per step: {', '.join(ratios)}; {why}."
 
 
 STYLES: dict[str, dict[str, Any]] = {  # widest first: where curves coincide, those below stay visible
@@ -376,31 +399,39 @@ STYLES: dict[str, dict[str, Any]] = {  # widest first: where curves coincide, th
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Loss, time per step and loss scale, a row of panels per task that took a step."""
+    """Loss, time per step and, if there is one, the loss scale; a row of panels per task that took a step."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     tasks = [task for task in results["tasks"].values() if task["runs"][-1].losses]
+    widths = (3, 2, 3) if any(run.scales for task in tasks for run in task["runs"]) else (3, 2)
     figure, panels = pyplot.subplots(
-        len(tasks), 3, figsize=(13, 3.6 * len(tasks)), squeeze=False, width_ratios=(3, 2, 3), layout="constrained"
+        len(tasks),
+        len(widths),
+        figsize=(1.7 * sum(widths), 3.6 * len(tasks)),
+        squeeze=False,
+        width_ratios=widths,
+        layout="constrained",
     )
-    for (loss, duration, scale), task in zip(panels, tasks, strict=True):
+    for (loss, duration, *scales), task in zip(panels, tasks, strict=True):
         runs: list[Record] = [run for run in task["runs"] if run.losses]
         for run in runs:
             loss.plot(_smooth(run.losses), label=run.name, **STYLES[run.name])
-            if run.scales:
+            for scale in scales if run.scales else ():
                 scale.step(range(len(run.scales)), run.scales, where="post", label=run.name, **STYLES[run.name])
+                scale.set(xlabel="step", ylabel="loss scale")
+                scale.set_yscale("log", base=2)
         colors = [STYLES[run.name]["color"] for run in runs]
         medians = [1e3 * statistics.median(run.seconds) for run in runs]
         bars = duration.bar([run.name for run in runs], medians, color=colors)
         duration.bar_label(bars, fmt="%.1f")
+        duration.margins(y=0.1)  # for the label of the highest bar
         loss.set(title=task["title"], xlabel="step", ylabel="training loss, nats (smoothed)", yscale="log")
+        loss.yaxis.set_major_formatter(ticker.LogFormatter())
+        loss.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
         duration.set(ylabel="median ms per step")
-        scale.set(xlabel="step", ylabel="loss scale (bf16 needs none)")
-        if runs[-1].scales:
-            scale.set_yscale("log", base=2)
         loss.legend(frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -433,6 +464,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; return the exit code. Ctrl-C saves the measurements so far, if there are any, and returns 130."""
     options = _options(argv)
     device, names = options.device, list(TASKS) if options.model == "both" else [options.model]
+    trained: list[tuple[Digits | Characters, Run]] = []
     results: dict[str, Any] = {
         "seed": options.seed,
         "device": str(device),
@@ -447,17 +479,21 @@ def main(argv: list[str] | None = None) -> int:
     }
     print(f"fp32, torch.amp and ampkit side by side on {device}: same seed, same batches, in turns.")
     try:
+        times = dtype_times.measure(device)
+        dtype = options.dtype or sixteen_bit(times)
+        print(f"ampkit doctor, on this device: {dtype_times.advice(times)}.", flush=True)
+        emulated = [found.native is False for found in times if found.dtype == DTYPES[dtype]]
+        results["emulated"] = dtype if any(emulated) else None
         for name in names:
             task = TASKS[name](device)
-            dtype = options.dtype or (task.cpu_dtype if device.type == "cpu" else "fp16")
             steps = options.steps or task.steps
             runs = make_runs(task, device, dtype, options.seed)
             results["tasks"][name] = {"title": task.title, "unit": task.unit, "runs": [run.record for run in runs]}
             used = "torch.amp uses bf16, ampkit fp8" if dtype == "fp8" else f"torch.amp and ampkit use {dtype}"
             print(f"\n{name}: {task.title}, {steps} steps; {used}", flush=True)
             train(task, runs, steps, options.seed)
-            last = task, runs[-1]
-        results["fault"] = show_overflow(*last, options.seed)
+            trained.append((task, runs[-1]))
+        results["fault"] = show_overflow(*trained[0], options.seed)
     except KeyboardInterrupt:
         message = f"the measurements so far are in {options.out}" if save(results, options.out) else "no step was taken"
         print(f"\ninterrupted; {message}", file=sys.stderr)
@@ -475,7 +511,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of torch.amp and ampkit (default: fp16; bf16 for gpt on a CPU); fp8 is beside torch.amp in bf16",
+        help="of torch.amp and ampkit (default: the faster one of fp16 and bf16 here); fp8 is beside torch.amp in bf16",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator, else cpu)")
     parser.add_argument("--steps", type=int, help="for each model (default: 300 for digits, 400 for gpt)")

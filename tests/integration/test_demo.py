@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ampkit import dtype_times
+from ampkit.dtype_times import DtypeTime
 from examples import demo
 
 CPU = torch.device("cpu")
@@ -64,7 +67,8 @@ def test_the_digits_are_learned_and_the_fault_is_named(
 ) -> None:
     """In an eighth of its steps: every run learns, the loss scale grows until steps are skipped, all is recorded."""
     monkeypatch.setattr(demo, "GROWTH_INTERVAL", 4)
-    results = run_demo(tmp_path, "--model", "digits", "--steps", "40")
+    monkeypatch.setattr(dtype_times, "measure", lambda device: measured(float16=40.0, native=False))
+    results = run_demo(tmp_path, "--model", "digits", "--steps", "40", "--dtype", "fp16")
     runs = results["tasks"]["digits"]["runs"]
     assert [run["dtype"] for run in runs] == ["fp32", "fp16", "fp16"]
     assert min(run["held_out"] for run in runs) >= 94
@@ -74,14 +78,30 @@ def test_the_digits_are_learned_and_the_fault_is_named(
     assert {len(run[key]) for run in runs for key in ("losses", "seconds")} == {40}
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "in step 2 of 3 the gradient of the output of 3 (Conv2d) overflows" in printed
+    assert "in step 2 of 3, in fp16, the gradient of the output of 3 (Conv2d) overflows" in printed
     assert "first bad: 3" in results["fault"]["report"]
     steps = [line.split()[-1] for line in printed.splitlines() if line.startswith("  step ") and "scale" in line]
     assert steps == ["taken", "skipped", "taken"]
+    assert re.search(r"^  about \d+ s$", printed, re.MULTILINE), "before minutes of training"
+    assert "float16 is emulated and takes 80 times bfloat16's.\n" in printed
+    assert re.search(r"times for digits; this device emulates fp16, so this says nothing about one that", printed)
+
+
+def measured(bfloat16: float = 0.5, float16: float = 0.5, native: bool = True) -> list[DtypeTime]:
+    """Times beside float32's 1 ms; `native` is float16's."""
+    rows = zip(dtype_times.DTYPES, (True, True, native), (1.0, bfloat16, float16), strict=True)
+    return [DtypeTime(dtype, known, took, took) for dtype, known, took in rows]
+
+
+def test_the_dtype_is_the_faster_one() -> None:
+    """fp16 if they are alike, since it shows the loss scale; bf16 on a CPU that emulates float16."""
+    assert demo.sixteen_bit(measured()) == "fp16"
+    assert demo.sixteen_bit(measured(float16=30.0, native=False)) == "bf16"
+    assert demo.sixteen_bit(measured(bfloat16=8.0)) == "fp16"
 
 
 def test_the_text_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small one on small batches, in bf16 by default on a CPU; all three stay close."""
+    """A small one on small batches, in bf16 where float16 is slower; all three stay close."""
 
     class Short(demo.Characters):
         def __init__(self, device: torch.device) -> None:
@@ -92,6 +112,7 @@ def test_the_text_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             return demo.CharGPT(len(self.alphabet), width=32, depth=1, heads=2)
 
     monkeypatch.setitem(demo.TASKS, "gpt", Short)
+    monkeypatch.setattr(dtype_times, "measure", lambda device: measured(float16=40.0, native=False))
     runs = run_demo(tmp_path, "--model", "gpt", "--steps", "12")["tasks"]["gpt"]["runs"]
     assert [run["dtype"] for run in runs] == ["fp32", "bf16", "bf16"]
     bits = [run["held_out"] for run in runs]
