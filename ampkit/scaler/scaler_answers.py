@@ -91,6 +91,24 @@ class ScalerAnswers(ScalerState):
             self._check_stuck(stats.scale)
         return stats
 
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a logger, as W&B's `log` and MLflow's `log_metrics` take them. Synchronizes.
+
+        Returns:
+            `scaler/scale`, `scaler/skips` and `scaler/outliers` of `stats()`; `scaler/grad_norm` of the last update, if
+            `history` has one. Numbers only, also before the first update and for a disabled scaler.
+        """
+        stats = self.stats()
+        found: dict[str, float] = {
+            "scaler/scale": stats.scale,
+            "scaler/skips": stats.skips,
+            "scaler/outliers": stats.outliers,
+        }
+        rows = self.history
+        if rows and rows[-1]["grad_norm"] is not None:
+            found["scaler/grad_norm"] = rows[-1]["grad_norm"]
+        return found
+
     @property
     def history(self) -> list[dict[str, Any]]:
         """The last 1,000 updates as plain dicts, oldest first. Synchronizes.

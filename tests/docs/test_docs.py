@@ -9,7 +9,6 @@ import pkgutil
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ import torch
 import ampkit
 import ampkit_kernels
 from tests.helpers.paths import ROOT
-from tests.helpers.scaler_tools import started
 
 README = ROOT / "README.md"
-SCALER_PAGE = ROOT / "docs" / "scaler.md"
 DOCUMENTS = [
     README,
     *sorted((ROOT / "docs").glob("*.md")),
@@ -79,40 +76,6 @@ def test_the_readme_shows_what_an_example_prints(monkeypatch: pytest.MonkeyPatch
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             runpy.run_path(found["script"], run_name="__main__")
         assert number.sub("#", printed.getvalue()) == number.sub("#", found["text"])
-
-
-def test_a_logger_gets_numbers_at_any_time() -> None:
-    """From `numbers` of the page on the scaler: without an update or clipping, disabled, resumed."""
-    code = next(
-        found["code"]
-        for found in BLOCK.finditer(SCALER_PAGE.read_text(encoding="utf-8"))
-        if found["code"].startswith("def numbers")
-    )
-
-    def logged(scaler: ampkit.GradScaler) -> dict[str, float]:
-        namespace: dict[str, Any] = {"scaler": scaler}
-        exec(code, namespace)
-        found = namespace["numbers"]()
-        assert {type(value) for value in found.values()} <= {int, float}  # as SummaryWriter.add_scalar takes them
-        return found
-
-    param = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler, disabled = ampkit.GradScaler("cpu", 8.0), ampkit.GradScaler("cpu", enabled=False)
-    for each in (scaler, disabled):
-        expected = {"scaler/scale": each.get_scale(), "scaler/skips": 0}
-        assert logged(each) == expected
-        for clips in (False, True):
-            optimizer.zero_grad()
-            each.scale(param.sum()).backward()
-            if clips:
-                each.clip_grad_norm_(optimizer, 9.0)
-            each.step(optimizer)
-            each.update()
-            assert logged(each) == {**expected, **({"scaler/grad_norm": 1.0} if clips and each is scaler else {})}
-    resumed = started(ampkit.GradScaler, 2.0)
-    resumed.load_state_dict(scaler.state_dict())
-    assert logged(resumed) == {"scaler/scale": 8.0, "scaler/skips": 0}
 
 
 def test_the_page_quotes_the_programs_of_the_examples() -> None:

@@ -3,8 +3,10 @@
 import copy
 import gc
 import pickle
+import re
 import weakref
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.optim import SGD
 from ampkit.scaler.grad_scaler import GradScaler
+from tests.helpers.paths import ROOT
 from tests.helpers.scaler_tools import BOTH, iterate, one_parameter, started
 
 CPU = torch.device("cpu")
@@ -235,3 +238,53 @@ def test_an_optimizer_that_never_finds_gradients_is_named_once() -> None:
     for each in (optimizer, other) * 5:
         iterate(scaler, each, None)
     assert scaler.stats().no_gradients == 13
+
+
+def test_a_logger_gets_numbers_at_any_time() -> None:
+    """Without an update or clipping, after a skipped step, disabled, resumed."""
+
+    def logged(scaler: GradScaler) -> dict[str, float]:
+        found = scaler.metrics()
+        assert {type(value) for value in found.values()} <= {int, float}  # as SummaryWriter.add_scalar takes them
+        return found
+
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler, disabled = GradScaler("cpu", 8.0), GradScaler("cpu", enabled=False)
+    for each in (scaler, disabled):
+        expected = {"scaler/scale": each.get_scale(), "scaler/skips": 0, "scaler/outliers": 0}
+        assert logged(each) == expected
+        for clips in (False, True):
+            optimizer.zero_grad()
+            each.scale(param.sum()).backward()
+            if clips:
+                each.clip_grad_norm_(optimizer, 9.0)
+            each.step(optimizer)
+            each.update()
+            assert logged(each) == {**expected, **({"scaler/grad_norm": 1.0} if clips and each is scaler else {})}
+    resumed = started(GradScaler, 2.0)
+    resumed.load_state_dict(scaler.state_dict())
+    assert logged(resumed) == {"scaler/scale": 8.0, "scaler/skips": 0, "scaler/outliers": 0}
+    param.grad = torch.full((1,), torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert logged(scaler) == {"scaler/scale": 4.0, "scaler/skips": 1, "scaler/outliers": 0}
+
+
+def test_the_lines_of_the_page_write_to_tensorboard(tmp_path: Path) -> None:
+    """With the real writer, and read back."""
+    pytest.importorskip("tensorboard", reason="it is no dependency of the suite")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    page = (ROOT / "docs" / "scaler.md").read_text(encoding="utf-8")
+    lines = re.search(r"^for name, value in scaler\.metrics\(\)\.items\(\):\n    writer\..*\n", page, re.MULTILINE)
+    assert lines is not None
+    scaler = started(GradScaler, 8.0)
+    with SummaryWriter(str(tmp_path)) as writer:
+        exec(lines[0], {"scaler": scaler, "writer": writer, "step": 7})
+    written = EventAccumulator(str(tmp_path)).Reload()
+    scalars = {
+        name: [(event.step, event.value) for event in written.Scalars(name)] for name in written.Tags()["scalars"]
+    }
+    assert scalars == {name: [(7, value)] for name, value in scaler.metrics().items()}

@@ -1,0 +1,36 @@
+"""The same in float16, whose range is small: a scaler multiplies the loss, and skips steps that overflow."""
+
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ampkit import GradScaler, autocast
+
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+torch.manual_seed(0)
+batches = torch.Generator().manual_seed(0)
+pixels, labels = (torch.tensor(part, device=device) for part in load_digits(return_X_y=True))
+images = pixels.float() / 16
+
+model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 10)).to(device)
+optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+scaler = GradScaler(device)
+
+for _ in range(steps):
+    rows = torch.randint(1500, (64,), generator=batches)
+    optimizer.zero_grad()
+    with autocast(device.type, torch.float16):
+        loss = cross_entropy(model(images[rows]), labels[rows])
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()
+
+with torch.no_grad(), autocast(device.type, torch.float16):
+    right = model(images[1500:]).argmax(1) == labels[1500:]
+print(f"{right.float().mean():.1%} of {len(right)} unseen digits are right, the last loss is {loss:.4f}")
