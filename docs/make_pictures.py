@@ -7,6 +7,7 @@ It needs matplotlib and scikit-learn, and takes some seconds.
 import contextlib
 import io
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,7 @@ def bfloat16(axes: Any, found: dict[str, Any]) -> None:
     """Losses by kind of weight, means of 20 steps."""
     looks = ((GRAY, 6.0, "-"), (BLUE, 2.0, "-"), (GREEN, 2.6, "-"), (ORANGE, 1.6, (0, (4, 2))))
     for (label, losses), (color, width, line) in zip(found["learned"].items(), looks, strict=True):
-        means = [sum(losses[i : i + 20]) / 20 for i in range(0, len(losses), 20)]
+        means = [statistics.fmean(losses[i : i + 20]) for i in range(0, len(losses), 20)]
         steps = [i + 10 for i in range(0, len(losses), 20)]
         axes.plot(steps, means, color=color, linewidth=width, linestyle=line, label=label)
     axes.set(xlabel="step", ylabel="training loss")

@@ -1,8 +1,8 @@
 """Add to the site the pages that are outside `docs/`, and lead links to them.
 
-The README is the site's first page; an example is a page of its own. Links are written for readers of the repository;
-here they lead to the site's pages. A link to a file that is no page is left as it is, and `mkdocs build --strict` ends
-with an error that names it.
+`docs/index.md` is the site's first page, the README its second; an example is a page of its own. Links are written for
+readers of the repository; here they lead to the site's pages. A link to a file that is no page is left as it is, and
+`mkdocs build --strict` ends with an error that names it.
 """
 
 import ast
@@ -18,10 +18,11 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 def repository_pages() -> dict[str, str]:
     """The site's page for each file outside `docs/` that is a page."""
-    pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
+    pages = {"README.md": "overview.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
     pages[".github/CONTRIBUTING.md"] = "contributing.md"
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        source = path.relative_to(ROOT)
+        pages[source.as_posix()] = source.with_suffix(".md").as_posix()
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/report.md")):
         report = path.relative_to(ROOT).as_posix()
         pages[report] = report
@@ -58,19 +59,7 @@ def example_page(path: Path) -> str:
     module = ast.parse(code)
     about = ast.get_docstring(module) or ""
     rest = "\n".join(code.splitlines()[module.body[0].end_lineno or 0 :]).strip()
-    return f"# {path.stem}\n\n{about}\n\n`python examples/{path.name}`\n\n```python\n{rest}\n```\n"
-
-
-def example_list() -> str:
-    """The page that names every example."""
-    lines = ["# Examples\n", "Each runs as it is, from the repository's folder, also without a GPU.\n"]
-    lines += ["| script | what it shows |", "| --- | --- |"]
-    for source, page in PAGES.items():
-        if source.startswith("examples/"):
-            about = ast.get_docstring(ast.parse((ROOT / source).read_text(encoding="utf-8"))) or ""
-            first = about.partition("\n\n")[0].replace("\n", " ")
-            lines.append(f"| [{Path(source).stem}]({page}) | {first} |")
-    return "\n".join(lines) + "\n"
+    return f"# {path.stem}\n\n{about}\n\n`python {path.relative_to(ROOT)}`\n\n```python\n{rest}\n```\n"
 
 
 def content_of(source: str) -> str:
@@ -90,7 +79,6 @@ def on_files(files: Any, *, config: Any) -> Any:
         file = File.generated(config, page, content=content_of(source))
         file.inclusion = InclusionLevel.INCLUDED if "/" not in page else InclusionLevel.NOT_IN_NAV
         files.append(file)
-    files.append(File.generated(config, "examples.md", content=example_list()))
     return files
 
 

@@ -5,6 +5,7 @@ import doctest
 import functools
 import importlib
 import io
+import math
 import pkgutil
 import re
 import runpy
@@ -27,6 +28,8 @@ DOCUMENTS = [
     *sorted((ROOT / "benchmarks" / "results").glob("*/report.md")),
 ]
 
+RUN_ELSEWHERE = (README, ROOT / "docs" / "index.md")  # in tests of their own, below
+
 # A block that cannot run here says why: `<!-- not run: needs two GPUs -->` on the line before its fence.
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<why>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<prints>.*?)^```$)?",
@@ -38,7 +41,9 @@ GOES_ON = "# goes on from the first example\n"
 LIBRARIES = ("accelerate", "transformers", "lightning", "timm")  # which an environment may lack
 
 
-@pytest.mark.parametrize("path", DOCUMENTS[1:], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if path not in RUN_ELSEWHERE], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_documented_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a document, top to bottom, in one namespace, as a reader would type them.
 
@@ -76,6 +81,48 @@ def test_the_readme_shows_what_an_example_prints(monkeypatch: pytest.MonkeyPatch
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             runpy.run_path(found["script"], run_name="__main__")
         assert number.sub("#", printed.getvalue()) == number.sub("#", found["text"])
+
+
+@pytest.mark.slow
+def test_the_front_page_draws_its_pictures(tmp_path: Path) -> None:
+    """By its own code, which prints what stands below it and computes what its text says."""
+    pytest.importorskip("matplotlib", reason="it is in ampkit[demo]")
+    tool = runpy.run_path(str(ROOT / "docs" / "make_pictures.py"))
+    page = tool["PAGE"].read_text(encoding="utf-8")
+    found, again = tool["run"](page)
+    number = re.compile(r"\d+\.\d+(e[+-]\d+)?")
+    assert number.sub("#", again) == number.sub("#", page), "run: python docs/make_pictures.py"
+    assert found["ours"] == found["theirs"]
+    assert found["losses"][-1] < 0.5 * found["losses"][0]
+    (losses, scales), (kept_losses, kept_scales) = found["plain"], found["guarded"]
+    assert losses[:60] == kept_losses[:60]
+    assert math.isnan(losses[-1])
+    assert scales[-1] == 2.0**-126
+    assert max(kept_losses[-20:]) < 1.0
+    assert min(kept_scales[60:]) >= 256.0
+    ends = {name: sum(curve[-20:]) / 20 for name, curve in found["learned"].items()}
+    single = ends.pop("float32 weights")
+    assert ends.pop("bfloat16, nearest") > single + 0.2
+    assert [end for end in ends.values() if abs(end - single) > 0.02] == []
+    assert found["megabytes"]["FP8"] < 0.7 * found["megabytes"]["bfloat16"]
+    assert list(found["bytes_kept"].values()) == [12, 12, 8, 6]
+    tool["draw"](found, tmp_path)
+    shown = re.findall(r"\]\(assets/(why_\w+\.svg)\)", page)
+    assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
+    for name in shown:
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "<text" in text, "as text, in the reader's font"
+        assert "#000000" not in text, "legible on a dark page too"
+        assert (ROOT / "docs" / "assets" / name).exists()
+
+
+def test_the_tutorial_shows_its_programs_as_differences() -> None:
+    tool = runpy.run_path(str(ROOT / "docs" / "make_tutorial.py"))
+    page = tool["TARGET"].read_text(encoding="utf-8")
+    assert page == tool["render"](page), "run: python docs/make_tutorial.py"
+    changed = [line for line in page.splitlines() if re.match(r"[+-](?![+-])", line)]
+    assert len(changed) > 40
+    assert page.count("```diff\n") == len(tool["STEPS"]) - 1 == 5
 
 
 def test_the_page_quotes_the_programs_of_the_examples() -> None:

@@ -4,6 +4,7 @@ the demo and pretraining."""
 import json
 import re
 import runpy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from ampkit import GradScaler, autocast
 from tests.helpers.one_page import trainings
-from tests.helpers.paths import EXAMPLES
+from tests.helpers.paths import EXAMPLES, ROOT
 from tests.helpers.processes import fresh_python
 from tests.helpers.ranks import on_ranks, run_script
 
@@ -30,6 +31,71 @@ def test_every_example_is_run_by_a_test() -> None:
         for path in EXAMPLES.glob("*.py")
         if not path.stem.startswith(("debug_", "demo")) and path.stem not in text
     ] == []
+
+
+def test_the_gallery_lists_every_example_once() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\w+)\]\(\.\./examples/(\w+)\.py\) \|", page, re.MULTILINE)
+    assert [pair for pair in listed if pair[0] != pair[1]] == []
+    assert sorted(name for name, _ in listed) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def test_the_tutorial_learns_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step; the last one, stopped after 50 steps, ends as if it had not been, and logs the scale."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(path: Path, steps: int) -> str:
+        monkeypatch.setattr("sys.argv", [str(path), str(steps)])
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    *others, last = sorted((EXAMPLES / "tutorial").glob("step*.py"))
+    assert len(others) == 5
+    for path in others:
+        (tmp_path / "digits.pt").unlink(missing_ok=True)
+        assert float(train(path, 60).partition("%")[0]) > 80
+    (tmp_path / "digits.pt").unlink()
+    whole = train(last, 60)
+    (tmp_path / "digits.pt").unlink()
+    train(last, 50)
+    assert train(last, 60) == whole
+    rows = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 10, 20, 30, 40, 50] * 2
+    assert rows[-1]["scaler/scale"] > 1
+
+
+def test_adapters_learn_and_frozen_weights_are_cast_once() -> None:
+    pytest.importorskip("peft", reason="it is in ampkit[dev]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers' own, of its names
+        losses = run("lora_peft", 12)
+    assert losses[-1] < losses[0]
+
+
+def test_offloaded_activations_give_the_same_gradients() -> None:
+    plain, offloaded = run("activation_offload")
+    assert len(plain) == 4
+    assert all(map(torch.equal, plain, offloaded))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the exporters
+def test_exports(tmp_path: Path) -> None:
+    """ONNX where its packages are installed; AOTInductor compiles C++."""
+    assert run("export_aotinductor", str(tmp_path / "model.pt2")) < 0.02
+    pytest.importorskip("onnxscript", reason="it is no dependency of the suite")
+    program = run("export_onnx", str(tmp_path / "model.onnx"))
+    assert [node.op_type for node in program.model.graph] == ["Cast", "Gemm", "Gelu", "Cast", "Gemm"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torchao
+def test_torchaos_optimizer_skips() -> None:
+    pytest.importorskip("torchao", reason="it is no dependency of the suite")
+    losses = run("optim_torchao")
+    assert losses[4] == losses[3] > losses[-1]
 
 
 def test_scaler_loops_reach_their_loss() -> None:
