@@ -11,7 +11,7 @@ WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test quick lint format types kernels-check operators other-suites check soak bench docs wheel \
-	matrix clean
+	wheel-check wheel-test matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -94,7 +94,15 @@ docs: $(DOCS_STAMP) ## the documentation as a site in build/site; a broken link 
 
 wheel: $(STAMP) ## build the wheel, which holds both packages, and the source archive into dist/
 	@echo "==> wheel"
+	@rm -f dist/ampkit-*
 	@$(BIN)/python -m hatchling build --directory dist
+
+wheel-check: $(STAMP) ## check by twine what a package index would show of the files in dist/
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[release]'
+	@$(BIN)/python -m twine check --strict dist/ampkit-*
+
+wheel-test: $(STAMP) ## install the wheel of dist/ with the oldest and the newest torch and nothing else; train a step
+	@$(BIN)/nox --envdir "$(ENVS)" --session wheel -- dist/ampkit-*.whl
 
 TORCH ?=
 ENVS ?= .nox

@@ -1,9 +1,10 @@
 """The whole suite under every torch that ampkit supports: `make matrix`, or `make matrix TORCH=2.15.0`.
 
-`nox --session wheel` builds the wheel, installs it with the oldest and the newest torch and nothing else, and trains
-a step. Each version gets an environment of its own, kept for the next time; one whose torch is a CUDA build takes five
-gigabytes and needs no GPU. `make matrix ENVS=/folder` keeps them outside the checkout, `ARGS="-n 4"` goes to pytest. A
-run of the whole suite writes its row of docs/versions.md.
+`nox --session wheel -- dist/ampkit-*.whl`, or `make wheel-test`, installs a built wheel with the oldest and the newest
+torch and nothing else, and trains a step; without a file it builds one. Each version gets an environment of its own,
+kept for the next time; one whose torch is a CUDA build takes five gigabytes and needs no GPU. `make matrix
+ENVS=/folder` keeps them outside the checkout, `ARGS="-n 4"` goes to pytest. A run of the whole suite writes its row of
+docs/versions.md.
 """
 
 import re
@@ -53,11 +54,14 @@ print(ampkit.__version__, "from", ampkit.__file__, "with torch", torch.__version
 @nox.session
 @nox.parametrize("torch", [VERSIONS[0], VERSIONS[-1]])
 def wheel(session: nox.Session, torch: str) -> None:
-    """Build the wheel as `make wheel` does; install it by pip with one torch; import it and train a step elsewhere."""
+    """Install a built wheel by pip with one torch and what they require; import it and train a step elsewhere."""
     folder = Path(session.create_tmp())
-    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".")
-    session.install("--force-reinstall", "--no-deps", *map(str, folder.glob("ampkit-*.whl")))
-    session.install(f"torch=={torch}", *map(str, folder.glob("ampkit-*.whl")))
+    built = [str(Path(name).resolve()) for name in session.posargs]
+    if not built:
+        session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".")
+        built = [str(path) for path in folder.glob("ampkit-*.whl")]
+    session.install("--force-reinstall", "--no-deps", *built)
+    session.install(f"torch=={torch}", *built)
     session.chdir(folder)
     session.run("python", "-I", "-W", "error", "-c", _STEP)  # -I: nothing is imported from the checkout
     session.run("python", "-I", "-m", "ampkit", "--version")

@@ -44,6 +44,46 @@ def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == sources
 
 
+def test_another_build_has_the_same_bytes(built: Path, tmp_path: Path) -> None:
+    """Wheel and source archive, at another time and for another user."""
+    environment = os.environ | {"TZ": "Asia/Tokyo", "HOME": str(tmp_path), "LC_ALL": "C"}
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", tmp_path / "again"]
+    run(*command, cwd=ROOT, env=environment, umask=0o077)
+    first = {path.name: path.read_bytes() for path in built.iterdir()}
+    again = {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    assert len(first) == 2
+    assert [name for name in first | again if first.get(name) != again.get(name)] == []
+
+
+def test_a_release_is_of_the_tagged_version_and_has_both_files(tmp_path: Path) -> None:
+    """`.ci/release`, with a `gh` that writes down what it is called with."""
+    (tmp_path / "ampkit").mkdir()
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "ampkit" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    fake = tmp_path / "gh"
+    fake.write_text('#!/bin/sh\necho "$@" > called\n')
+    fake.chmod(0o755)
+
+    def release(tag: str) -> tuple[int, str]:
+        command = ["sh", str(ROOT / ".ci" / "release"), tag]
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": path})
+        return ran.returncode, ran.stderr
+
+    assert release("v1.2.4") == (
+        1,
+        "release stopped: the tag is 'v1.2.4', and ampkit/__init__.py says version 1.2.3; expected the tag v1.2.3\n",
+    )
+    files = ("dist/ampkit-1.2.3-py3-none-any.whl", "dist/ampkit-1.2.3.tar.gz")
+    assert release("v1.2.3") == (1, f"release stopped: there is no {files[0]}; run make wheel\n")
+    assert not (tmp_path / "called").exists()
+    for name in files:
+        (tmp_path / name).touch()
+    assert release("v1.2.3") == (0, "")
+    called = (tmp_path / "called").read_text()
+    assert called.startswith(f"release create v1.2.3 {files[0]} {files[1]} --verify-tag ")
+
+
 def requirements_of(name: str) -> set[str]:
     """The names of a distribution and of all that it requires, directly or through others."""
     seen: set[tuple[str, str]] = set()  # a name with each requested extra, "" for none
@@ -70,13 +110,14 @@ def link(name: str, packages: Path) -> None:
 def test_the_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     """Installed by pip where there is nothing but what it asks for, the README's first example runs in another folder.
 
-    torch, triton and numpy, with what these need, are linked in from here: to install them would take minutes.
+    torch and numpy, with what these need, are linked in from here: to install them would take minutes. With them there
+    pip downloads nothing, so that a torch without CUDA stays, and no Triton overwrites the one that torch brings.
     """
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", env=bare).strip())
-    for name in requirements_of("torch") | requirements_of("triton") | requirements_of("numpy"):
+    for name in requirements_of("torch") | requirements_of("numpy"):
         link(name, packages)
     install = ("-m", "pip", "--python", python, "install", "--no-index", "--disable-pip-version-check")
     said = run(sys.executable, *install, next(built.glob("*.whl")), env=bare | {"PIP_CONFIG_FILE": os.devnull})
