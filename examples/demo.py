@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import ampkit
 from ampkit import GradScaler, Policy, Rule, autocast, dtype_times
-from ampkit.text_tables import table
+from ampkit.text_tables import table, terminal_width
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 GROWTH_INTERVAL = 20  # torch's 2,000 steps would never let the scale grow in a demo
@@ -374,7 +374,9 @@ def print_table(results: dict[str, Any]) -> None:
                     f"{run.step_bytes / 2**20:.1f} MiB" if run.step_bytes else "-",
                 )
             )
-    for line in table(rows, {"last loss", "held out", "ms/step", "vs torch.amp", "skipped", "memory/step"}):
+    for line in table(
+        rows, {"last loss", "held out", "ms/step", "vs torch.amp", "skipped", "memory/step"}, terminal_width()
+    ):
         print(line)
     print(f"\n{explanation(results)}")
 

@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from ampkit import amp
+from ampkit.text_tables import table
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,16 +90,16 @@ def main(dtype: str = "bf16", epochs: int = 6, device: str = "cpu") -> dict[str,
         for rows in torch.randperm(len(train_y), generator=order).split(64):
             for run in runs:
                 run.step(train_x[rows], train_y[rows])
-    print(f"{'level':<6} {'accuracy':>9} {'ms/step':>9} {'bytes/parameter':>16}")
-    rows = {}
+    rows, shown = {}, [("level", "accuracy", "ms/step", "bytes/parameter")]
     for run in runs:
         row = {
             "accuracy": run.accuracy(x[held_out], y[held_out]),
             "ms": 1e3 * statistics.median(run.times),
             "bytes": run.bytes_per_parameter,
         }
-        print(f"{run.opt_level:<6} {row['accuracy']:>9.1%} {row['ms']:>9.2f} {row['bytes']:>16.1f}")
+        shown.append((run.opt_level, f"{row['accuracy']:.1%}", f"{row['ms']:.2f}", f"{row['bytes']:.1f}"))
         rows[run.opt_level] = row
+    print(*table(shown, {"accuracy", "ms/step", "bytes/parameter"}), sep="\n")
     return rows
 
 

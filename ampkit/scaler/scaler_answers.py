@@ -95,18 +95,18 @@ class ScalerAnswers(ScalerState):
         """Return numbers for a logger, as W&B's `log` and MLflow's `log_metrics` take them. Synchronizes.
 
         Returns:
-            `scaler/scale`, `scaler/skips` and `scaler/outliers` of `stats()`; `scaler/grad_norm` of the last update, if
+            `loss_scale`, `skipped_steps` and `outlier_steps` of `stats()`; `grad_norm` of the last update, if
             `history` has one. Numbers only, also before the first update and for a disabled scaler.
         """
         stats = self.stats()
         found: dict[str, float] = {
-            "scaler/scale": stats.scale,
-            "scaler/skips": stats.skips,
-            "scaler/outliers": stats.outliers,
+            "loss_scale": stats.scale,
+            "skipped_steps": stats.skips,
+            "outlier_steps": stats.outliers,
         }
         rows = self.history
         if rows and rows[-1]["grad_norm"] is not None:
-            found["scaler/grad_norm"] = rows[-1]["grad_norm"]
+            found["grad_norm"] = rows[-1]["grad_norm"]
         return found
 
     @property

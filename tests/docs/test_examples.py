@@ -63,7 +63,7 @@ def test_the_tutorial_learns_and_resumes(
     assert train(last, 60) == whole
     rows = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 10, 20, 30, 40, 50] * 2
-    assert rows[-1]["scaler/scale"] > 1
+    assert rows[-1]["loss_scale"] > 1
 
 
 def test_adapters_learn_and_frozen_weights_are_cast_once() -> None:

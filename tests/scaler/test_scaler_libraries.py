@@ -252,7 +252,7 @@ def test_a_logger_gets_numbers_at_any_time() -> None:
     optimizer = torch.optim.SGD([param], lr=0.1)
     scaler, disabled = GradScaler("cpu", 8.0), GradScaler("cpu", enabled=False)
     for each in (scaler, disabled):
-        expected = {"scaler/scale": each.get_scale(), "scaler/skips": 0, "scaler/outliers": 0}
+        expected = {"loss_scale": each.get_scale(), "skipped_steps": 0, "outlier_steps": 0}
         assert logged(each) == expected
         for clips in (False, True):
             optimizer.zero_grad()
@@ -261,14 +261,14 @@ def test_a_logger_gets_numbers_at_any_time() -> None:
                 each.clip_grad_norm_(optimizer, 9.0)
             each.step(optimizer)
             each.update()
-            assert logged(each) == {**expected, **({"scaler/grad_norm": 1.0} if clips and each is scaler else {})}
+            assert logged(each) == {**expected, **({"grad_norm": 1.0} if clips and each is scaler else {})}
     resumed = started(GradScaler, 2.0)
     resumed.load_state_dict(scaler.state_dict())
-    assert logged(resumed) == {"scaler/scale": 8.0, "scaler/skips": 0, "scaler/outliers": 0}
+    assert logged(resumed) == {"loss_scale": 8.0, "skipped_steps": 0, "outlier_steps": 0}
     param.grad = torch.full((1,), torch.inf)
     scaler.step(optimizer)
     scaler.update()
-    assert logged(scaler) == {"scaler/scale": 4.0, "scaler/skips": 1, "scaler/outliers": 0}
+    assert logged(scaler) == {"loss_scale": 4.0, "skipped_steps": 1, "outlier_steps": 0}
 
 
 def test_the_lines_of_the_page_write_to_tensorboard(tmp_path: Path) -> None:
