@@ -56,6 +56,15 @@ def test_members_that_the_reference_lists_are_shown() -> None:
     assert not hidden
 
 
+def test_every_method_of_the_scaler_is_in_the_reference() -> None:
+    """mkdocs shows a class's own members; those of its bases, as `stats`, have to be listed. The page names torch's."""
+    page = (REFERENCE / "scaler.md").read_text(encoding="utf-8")
+    listed = re.search(r"^::: ampkit.GradScaler\n {4}options:\n {6}members: \[(.*)\]$", page, re.MULTILINE)
+    assert listed is not None
+    public = {name for name in dir(ampkit.GradScaler) if not name.startswith(("_", "get_", "set_", "is_enabled"))}
+    assert sorted(listed[1].split(", ")) == sorted(public)
+
+
 def test_errors_that_pages_name_can_be_imported() -> None:
     """From where a page says, or from `ampkit` or one of its packages, or they are Python's or torch's."""
     public = {name for package in ("", *PACKAGES) for name in dir(pydoc.locate(f"ampkit.{package}".rstrip(".")))}
