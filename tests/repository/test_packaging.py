@@ -2,9 +2,12 @@
 
 import importlib.metadata
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -53,6 +56,26 @@ def test_another_build_has_the_same_bytes(built: Path, tmp_path: Path) -> None:
     again = {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
     assert len(first) == 2
     assert [name for name in first | again if first.get(name) != again.get(name)] == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_demo_installs_its_own_extra_alone(tmp_path: Path) -> None:
+    """`make demo` asks for scikit-learn and matplotlib, everything else for the development tools, once each."""
+
+    def setups(target: str, *stamps: str) -> list[str]:
+        (tmp_path / "venv").mkdir(exist_ok=True)
+        for stamp in stamps:
+            (tmp_path / "venv" / stamp).touch()
+        printed = run("make", "-n", target, f"VENV={tmp_path / 'venv'}", cwd=ROOT)
+        return re.findall(r"\.ci/setup (\w+)$", printed, re.MULTILINE)
+
+    assert setups("demo") == ["demo"]
+    assert setups("test") == ["dev"]
+    assert setups("demo", ".ampkit-demo-installed") == []
+    assert setups("test") == ["dev"], "the demo's environment has no pytest"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"]["demo"] == ["scikit-learn", "matplotlib"]
+    assert project["dependencies"] == ["torch>=2.11", "numpy"]
 
 
 def test_a_release_is_of_the_tagged_version_and_has_both_files(tmp_path: Path) -> None:
