@@ -30,6 +30,28 @@ DOCUMENTS = [
 
 RUN_ELSEWHERE = (README, ROOT / "docs" / "index.md")  # in tests of their own, below
 
+# What users come for, and where the front page's table sends them.
+TASKS = {
+    "switch a script": "migrating.md#from-torchamp",
+    "keep a layer in float32": "policy.md#rules-for-modules-of-a-model",
+    "GAN": "../examples/scaler_gan.py",
+    "Lightning, Trainer, Accelerate": "migrating.md#with-other-libraries",
+    "FSDP2": "../examples/scaler_fsdp.py",
+    "find a NaN": "debugging.md",
+    "FP8": "float8.md",
+    "bfloat16 weights": "optim.md#weights-of-bfloat16",
+    "spikes": "scaler.md#steps-that-should-not-be-taken",
+    "resume from torch.amp": "../examples/scaler_resume_from_torch.py",
+    "Apex O2": "levels.md",
+    "log the scale": "scaler.md#log-the-scale",
+    "custom operator": "custom-operators.md",
+    "sizes not multiples of 8": "performance.md#shapes-that-matrix-units-like",
+    "half": "levels.md#inference-in-half",
+    "compile": "compile.md",
+    "cached inference": "weight-cache.md",
+    "DataParallel": "../examples/data_parallel.py",
+}
+
 # A block that cannot run here says why: `<!-- not run: needs two GPUs -->` on the line before its fence.
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<why>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<prints>.*?)^```$)?",
@@ -114,6 +136,12 @@ def test_the_front_page_draws_its_pictures(tmp_path: Path) -> None:
         assert "<text" in text, "as text, in the reader's font"
         assert "#000000" not in text, "legible on a dark page too"
         assert (ROOT / "docs" / "assets" / name).exists()
+
+
+def test_the_front_page_leads_to_each_task() -> None:
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    table = page.partition("\n## I want to\n")[2]
+    assert [task for task, target in TASKS.items() if f"]({target})" not in table] == []
 
 
 def test_the_tutorial_shows_its_programs_as_differences() -> None:
