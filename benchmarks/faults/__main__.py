@@ -43,19 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     score.add_argument("--label", default="run", help="of the folder that programs run in, which keeps the reports")
     score.add_argument("--only", default="", help="a pattern that the names of cases have a match of")
     score.add_argument("--processes", type=int, default=2)
+    score.add_argument("--resume", action="store_true", help="judge the reports that are there, and run the rest")
     score.add_argument("--out", type=Path, help="file for the scores")
+    table = commands.add_parser("report", help="tables of scores, as Markdown")
+    table.add_argument("scores", nargs="+", type=Path, help="files that `score --out` wrote")
     for command in (fetch, choose, score):
         command.add_argument("--half", choices=("dev", "final"), default="")
         command.add_argument("programs", nargs="*")
     options = parser.parse_args(argv)
-    from benchmarks.faults import cases, observe, programs
+    from benchmarks.faults import cases, programs, report, serve
     from benchmarks.faults import score as scoring
 
+    if options.command == "report":
+        print(report.report(options.scores), end="")
+        return 0
     chosen = programs.load(options.half, options.programs)
     if options.command == "fetch":
         programs.fetch(chosen, options.mirror)
     elif options.command == "choose":
-        observe.warm_up()
+        serve.warm_up()
         kept: list[cases.Case] = []
         for program in chosen:
             kept += cases.choose(
@@ -67,7 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = {program.name for program in chosen}
         given = [case for case in given if case.program in names and re.search(options.only, case.id)]
         scores = scoring.score(
-            given, options.tool, label=options.label, checkout=options.checkout, processes=options.processes
+            given,
+            options.tool,
+            label=options.label,
+            checkout=options.checkout,
+            processes=options.processes,
+            resume=options.resume,
         )
         text = scoring.to_json(scores, tool=options.tool, half=options.half, label=options.label)
         if options.out:

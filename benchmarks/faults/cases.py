@@ -16,7 +16,7 @@ from benchmarks.faults.source import Source, edited
 
 CASES = HERE / "cases.json"
 SEED = 0
-ROUNDS = 4
+ROUNDS, TRIALS = 4, 36
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def choose(program: Program, *, precision: int, other: int, healthy: int, seed: 
     wanted, without, kinds = {True: precision, False: other}, 0, dict[str, int]()
     for number, (file, dtype, injection, place) in enumerate(_candidates(program, folder, measured, chance)):
         family = KINDS[injection.kind].family == "precision"
-        if not any(wanted.values()):
+        if not any(wanted.values()) or number >= TRIALS:
             return
         if not wanted[family] or kinds.get(injection.kind, 0) > 1:
             continue
@@ -172,7 +172,10 @@ def _candidates(
     for _ in range(ROUNDS):
         chance.shuffle(kinds)
         for kind in kinds:
-            dtype = chance.choice([dtype for dtype in program.dtypes if dtype in KINDS[kind].dtypes])
+            dtypes = [dtype for dtype in program.dtypes if dtype in KINDS[kind].dtypes]
+            if not dtypes:
+                continue
+            dtype = chance.choice(dtypes)
             ran = measured[dtype].run.executed
             options = [
                 (name, dtype, injection, place)

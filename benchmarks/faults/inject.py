@@ -631,14 +631,26 @@ def _bad_row(name: str, value: str) -> None:
             if target in _INPUTS and any(
                 word in source.text(node.value) for word in ("randn", "rand(", "data_generator")
             ):
-                uses = [use for use in source.nodes(ast.Name) if isinstance(use, ast.Name) and use.id == target]
-                lines = [line for use in (node, *uses) for line in source.lines(use)]
+                lines = [line for use in (node, *_uses(source, target)) for line in source.lines(use)]
                 yield lines, source.append(node, f"{target}[7].view(-1)[3] = {value}")
 
 
 _bad_row("inf", 'float("inf")')
 _bad_row("nan", 'float("nan")')
 _bad_row("huge", "1e38")
+
+
+def _uses(source: Source, name: str) -> list[ast.Name]:
+    """Return where a name is used, and the names of loaders and batches that are made of it."""
+    names = {name}
+    for node in source.nodes(ast.Assign, ast.For):
+        value, target = (node.value, node.targets[0]) if isinstance(node, ast.Assign) else (node.iter, node.target)
+        if any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(value)) and "model" not in (
+            source.text(value)
+        ):
+            first = target.elts[0] if isinstance(target, ast.Tuple) else target  # a batch, then its labels
+            names |= {part.id for part in ast.walk(first) if isinstance(part, ast.Name)}
+    return [use for use in source.nodes(ast.Name) if use.id in names]
 
 
 # Arithmetic: what no precision would save.

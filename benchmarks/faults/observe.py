@@ -37,7 +37,6 @@ class Record:
     before: list[torch.Tensor] = field(default_factory=list)
     after: list[torch.Tensor] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
     steps: int = 0
     executed: dict[str, list[int]] = field(default_factory=dict)  # lines by file, if they were asked for
     seconds: float = 0.0
@@ -70,34 +69,17 @@ def observe(folder: Path, arguments: Sequence[str], *, lines: bool = False) -> R
         return torch.load(file.name, weights_only=False)
 
 
-def warm_up() -> None:
-    """Import what programs import, and what torch imports as it trains, once for all children."""
-    import ampkit  # noqa: F401 - for the programs that use it
-
-    layer = torch.nn.Linear(2, 2)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2, 2)))
-    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
-        optimizer = kind(layer.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu")
-        for (batch,) in loader:
-            with torch.autocast("cpu"):
-                loss = layer(batch).sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-
 def _child(folder: Path, arguments: Sequence[str], *, lines: bool, path: str) -> None:
     signal.signal(signal.SIGPROF, _too_long)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of processor time
     os.chdir(folder)
     torch.set_num_threads(1)
     sys.argv = ["train.py", *arguments]
-    sys.path[:0] = [str(folder), str(cache() / "packages")]
+    sys.path[:0] = [str(folder), str(cache() / "site-packages")]
     record, began, output = Record(), time.process_time(), io.StringIO()
     for name in [name for name in sys.modules if name.split(".")[0] in {"models", "model", "utils", "util", "losses"}]:
         del sys.modules[name]
-    _watch(record)
+    parameters = _watch(record)
     if lines:
         sys.settrace(_tracer(folder, record.executed))
     values: dict[str, Any] = {}
@@ -112,6 +94,7 @@ def _child(folder: Path, arguments: Sequence[str], *, lines: bool, path: str) ->
     sys.settrace(None)
     signal.setitimer(signal.ITIMER_PROF, 0)
     _read(record, values)
+    record.after = [weight.detach().float().clone() for weight in parameters]
     record.seconds = time.process_time() - began
     torch.save(record, path)
 
@@ -120,7 +103,7 @@ def _too_long(*_: object) -> None:
     raise TimeoutError(f"longer than {SECONDS} s")
 
 
-def _watch(record: Record) -> None:
+def _watch(record: Record) -> list[torch.Tensor]:
     backwards, backward = [0], torch.Tensor.backward
     parameters: list[torch.Tensor] = []
 
@@ -129,9 +112,10 @@ def _watch(record: Record) -> None:
         backward(*args, **kwargs)
 
     def before(optimizer: Optimizer, *_: object) -> None:
-        if not parameters:
-            parameters.extend(weight for group in optimizer.param_groups for weight in group["params"])
-            record.before = [weight.detach().float().clone() for weight in parameters]
+        updated = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not record.before:
+            record.before = [weight.detach().float().clone() for weight in updated]
+        parameters[:] = updated  # a program may go on with another model, from a checkpoint
         if len(record.gradients) < 3:
             record.gradients[backwards[0]] = [
                 None if weight.grad is None else weight.grad.detach().float().clone() for weight in parameters
@@ -140,13 +124,12 @@ def _watch(record: Record) -> None:
 
     torch.Tensor.backward = counted  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(before)
+    return parameters
 
 
 def _read(record: Record, values: dict[str, Any]) -> None:
     model = values.get("model")
     if isinstance(model, torch.nn.Module):
-        record.names = [name for name, _ in model.named_parameters()]
-        record.after = [weight.detach().float().clone() for weight in model.parameters()]
         record.buffers = [buffer.detach().float().clone() for buffer in model.buffers() if buffer.is_floating_point()]
     losses = values.get("losses", [])
     if isinstance(losses, dict):

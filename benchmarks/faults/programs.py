@@ -101,9 +101,18 @@ def fetch(programs: Sequence[Program], mirror: Path | None) -> None:
             print(f"{program.repository} at {program.commit[:9]}", flush=True)
             _checkout(program, mirror)
     packages = sorted({package for program in programs for package in program.packages})
-    missing = [package for package in packages if not (cache() / "packages" / package).is_dir()]
+    missing = [package for package in packages if not (cache() / "site-packages" / package).is_dir()]
     if missing:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(cache() / "packages")]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(cache() / "site-packages"),
+        ]
         subprocess.run([*pip, *missing], check=True)
 
 

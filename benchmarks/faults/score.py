@@ -171,7 +171,7 @@ def separate(case: Case, folder: Path, server: Server) -> tuple[list[list[Claim]
     if "nonfinite" in case.symptoms:
         tools = [["nonfinite"]]
     elif "skipped" in case.symptoms:
-        tools = [["nonfinite", "--keep-going"]]
+        tools = [["nonfinite", "--keep-going"], ["loop"]]
     elif case.symptoms:
         tools = [["loop"], ["precision"], ["monitor", "--every=1", "--out=monitor.jsonl"]]
     else:
@@ -234,13 +234,13 @@ class _NoReportError(Exception):
 class Server:
     """A process of `benchmarks.faults.serve`, which runs the tool of a checkout."""
 
-    def __init__(self, checkout: Path | None) -> None:
+    def __init__(self, checkout: Path | None, *, resume: bool = False) -> None:
+        self._resume = resume
         paths = [
-            str(cache() / "packages"),
+            str(cache() / "site-packages"),
             *([str(checkout), str(checkout / "kernels")] if checkout is not None else []),
         ]
-        # The scorer's own checkout comes last: for benchmarks.faults, which the tool's checkout need not have.
-        paths += [os.environ.get("PYTHONPATH", ""), str(HERE.parents[1])]
+        paths += [os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -260,6 +260,8 @@ class Server:
     def run(self, tool: Sequence[str], case: Case, folder: Path) -> tuple[dict[str, Any], float]:
         """Run the tool on a case that is laid out in a folder. Returns its report and the processor time."""
         output = folder.with_name(folder.name + "-".join(["", *tool]).replace("/", "") + ".json")
+        if self._resume and output.is_file():
+            return json.loads(output.read_text(encoding="utf-8")), 0.0
         output.unlink(missing_ok=True)
         log = output.with_suffix(".txt")
         arguments = ["debug", *tool, "--json", str(output), "train.py", *case.command()]
@@ -274,7 +276,13 @@ class Server:
 
 
 def score(
-    cases: Sequence[Case], tool: str, *, label: str, checkout: Path | None = None, processes: int = 2
+    cases: Sequence[Case],
+    tool: str,
+    *,
+    label: str,
+    checkout: Path | None = None,
+    processes: int = 2,
+    resume: bool = False,
 ) -> list[Score]:
     """Run a tool on cases and judge what it says.
 
@@ -284,12 +292,13 @@ def score(
         label: Of the folder in the cache that the programs run in, and that reports are kept in.
         checkout: The checkout of ampkit whose tool runs; by default the one that this process imports.
         processes: How many run at the same time.
+        resume: Whether reports that are there already are judged as they are.
 
     Returns:
         The scores, in the order of the cases.
     """
 
-    servers = [Server(checkout) for _ in range(processes)]
+    servers = [Server(checkout, resume=resume) for _ in range(processes)]
 
     def one(case: Case) -> Score:
         server = servers.pop()

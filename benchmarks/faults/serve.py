@@ -13,12 +13,12 @@ import runpy
 import signal
 import sys
 
+import torch
+
 
 def main() -> None:
     """Serve until stdin ends. The first line of stdout is the file of the ampkit that was imported."""
     sys.path.pop(0)  # this file's folder
-    from benchmarks.faults.observe import warm_up
-
     warm_up()
     import ampkit.debugging.cli
 
@@ -34,6 +34,21 @@ def main() -> None:
         after = os.times()
         used = after.children_user + after.children_system - before.children_user - before.children_system
         print(json.dumps([code, round(used, 2)]), flush=True)
+
+
+def warm_up() -> None:
+    """Import what programs import, and what torch imports as it trains, once for all children."""
+    layer = torch.nn.Linear(2, 2)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2, 2)))
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
+        optimizer = kind(layer.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        for (batch,) in loader:
+            with torch.autocast("cpu"):
+                loss = layer(batch).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
 
 def _run(folder: str, log: str, seconds: int, arguments: list[str]) -> None:

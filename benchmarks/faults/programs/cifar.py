@@ -15,10 +15,10 @@ dtype = getattr(torch, options.dtype)
 torch.manual_seed(options.seed)
 
 patterns = torch.randn(10, 3, 32, 32)
-labels = torch.arange(80) % 10
-images = patterns[labels] + 0.5 * torch.randn(80, 3, 32, 32)
+labels = torch.arange(40) % 10
+images = patterns[labels] + 0.5 * torch.randn(40, 3, 32, 32)
 dataset = torch.utils.data.TensorDataset(images, labels)
-loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True, num_workers=options.workers)
+loader = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=options.workers)
 
 model = PreActResNet(PreActBlock, [1, 1, 1, 1])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)

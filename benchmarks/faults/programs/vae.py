@@ -24,13 +24,13 @@ average = [weight.detach().clone() for weight in model.parameters()]
 
 losses = []
 model.train()
-for _ in range(20):
-    chosen = torch.randint(96, (12,))
+for _ in range(12):
+    chosen = torch.randint(96, (8,))
     optimizer.zero_grad(set_to_none=True)
     with torch.autocast("cpu", dtype=dtype, enabled=options.dtype != "float32"):
         outputs = model(images[chosen])
-        loss = model.loss_function(*[output.float() for output in outputs], M_N=12 / 96)["loss"]
-    scaler.scale(loss / 12).backward()
+        loss = model.loss_function(*[output.float() for output in outputs], M_N=8 / 96)["loss"]
+    scaler.scale(loss / 8).backward()
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
     scaler.step(optimizer)
