@@ -9,11 +9,13 @@ from typing import Any
 
 FIGURES = {
     "place": "right place",
+    "place_as_fault": "right place, graded as a fault, not only as worth knowing",
     "among_three": "right place among the first three findings",
     "cause_and_cure": "right cause and cure",
     "missed": "no finding",
     "confidently_wrong": "confidently wrong",
     "false_alarms": "false alarms, healthy programs",
+    "healthy_with_notes": "healthy programs with anything worth knowing",
     "false_alarms_of_harmless": "false alarms, programs with a fault that has no symptom",
     "failed": "no report",
 }
@@ -48,7 +50,7 @@ def _row(*cells: object) -> str:
 
 def _value(key: str, figures: dict[str, Any]) -> str:
     value = figures[key]
-    of = {"false_alarms": "healthy", "false_alarms_of_harmless": "harmless"}.get(key)
+    of = {"false_alarms": "healthy", "healthy_with_notes": "healthy", "false_alarms_of_harmless": "harmless"}.get(key)
     return f"{value:.0%}" if isinstance(value, float) else f"{value} of {figures[of]}" if of else str(value)
 
 

@@ -47,6 +47,7 @@ class Score:
         family: Of the kind; "healthy", or "harmless" for a fault without a symptom.
         claims: How many findings there are, notes included.
         place: Whether the first finding names a line of the fault.
+        fault: Whether that finding is graded as a fault, and not only as worth knowing.
         cause: Whether it names the operator, or the cause by its words, as well.
         cure: Whether it proposes the reverse of the fault, at its place.
         among: Whether one of the first three findings names a line of the fault.
@@ -61,6 +62,7 @@ class Score:
     family: str
     claims: int = 0
     place: bool = False
+    fault: bool = False
     cause: bool = False
     cure: bool = False
     among: bool = False
@@ -106,6 +108,7 @@ def _grade(case: Case, family: str, claims: list[Claim]) -> Score:
     if claims:
         first = claims[0]
         score.place = _is_there(case, first)
+        score.fault = score.place and first.grade != "note"
         score.cause = score.place and _is_cause(case, first)
         score.cure = score.cause and _is_cure(case, first)
         score.confident = first.verified and not score.place
@@ -312,7 +315,9 @@ def score(
             result.failed = str(error)
         finally:
             servers.append(server)
-        marks = "".join(letter if getattr(result, name) else "." for letter, name in zip("PCXA!F", _MARKS, strict=True))
+        marks = "".join(
+            letter if getattr(result, name) else "." for letter, name in zip("PWCXA!F", _MARKS, strict=True)
+        )
         print(f"{marks} {result.seconds:5.1f}s {result.id}  {result.failed}", flush=True)
         return result
 
@@ -320,7 +325,7 @@ def score(
         return list(pool.map(one, cases))
 
 
-_MARKS = ("place", "cause", "cure", "among", "confident", "alarm")
+_MARKS = ("place", "fault", "cause", "cure", "among", "confident", "alarm")
 
 
 @dataclass
@@ -329,12 +334,14 @@ class Summary:
 
     faults: int
     place: float
+    place_as_fault: float
     cause_and_cure: float
     among_three: float
     missed: float
     confidently_wrong: int
     healthy: int
     false_alarms: int
+    healthy_with_notes: int
     harmless: int
     false_alarms_of_harmless: int
     named_harmless: int
@@ -360,12 +367,14 @@ def summary(scores: Iterable[Score]) -> Summary:
     return Summary(
         len(faults),
         _share(score.place for score in faults),
+        _share(score.fault for score in faults),
         _share(score.cure for score in faults),
         _share(score.among for score in faults),
         _share(score.claims == 0 for score in faults),
         sum(score.confident for score in faults),
         len(healthy),
         sum(score.alarm for score in healthy),
+        sum(score.claims > 0 for score in healthy),
         len(harmless),
         sum(score.alarm for score in harmless),
         sum(score.place for score in harmless),
