@@ -15,15 +15,15 @@ reports are kept in the folder that AMPKIT_FAULTS names (default: ~/.cache/ampki
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit status 0, or 1 if it could not do its work."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command_line = argparse.ArgumentParser(
         prog="python -m benchmarks.faults",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = command_line.add_subparsers(dest="command", required=True)
     fetch = commands.add_parser("fetch", help="get the repositories by git, at their commits")
     fetch.add_argument("--mirror", type=Path, help="a folder of git directories to take them from")
     choose = commands.add_parser("choose", help="inject faults, run each program, and keep those with a symptom")
@@ -50,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (fetch, choose, score):
         command.add_argument("--half", choices=("dev", "final"), default="")
         command.add_argument("programs", nargs="*")
-    options = parser.parse_args(argv)
+    return command_line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit status 0, or 1 if it could not do its work."""
+    options = parser().parse_args(argv)
     from benchmarks.faults import cases, programs, report, serve
     from benchmarks.faults import score as scoring
 

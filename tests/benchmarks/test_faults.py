@@ -139,7 +139,7 @@ def test_a_symptom_is_measured_against_healthy_runs(fields: dict[str, object], f
 
 FAULT = Case("x", "supcon", "dev", "float16", "cast before log", "losses.py", 0, (7,), {"nonfinite": "the loss is nan"})
 RIGHT = Claim(
-    "wrong", [("/tmp/run/losses.py", 7)], ["aten::log"], "log of 0, which a cast rounded", "x.float() before it"
+    "wrong", [("cases/x/losses.py", 7)], ["aten::log"], "log of 0, which a cast rounded", "x.float() before it"
 )
 
 
