@@ -133,7 +133,7 @@ class GradScaler(ScalerAnswers):
             return outputs
         self._scale_calls += 1
         if self._notes:
-            note_backward(self._notes.values())
+            note_backward(self._by_mark)
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
@@ -262,7 +262,7 @@ class GradScaler(ScalerAnswers):
         notes = self._notes.get(id(optimizer))
         if notes is not None:
             if len(self._notes) > 1:
-                refuse_claimed(gradients.originals, notes, self._notes.values())
+                refuse_claimed(gradients.originals, notes, self._by_mark)
             mark = notes.mark, -1
             for grad in gradients.originals:
                 setattr(grad, MARK, mark)
@@ -293,7 +293,10 @@ class GradScaler(ScalerAnswers):
             parameters(optimizer)  # raises, before a record is made
         state = self._states[id(optimizer)]
         if notes is None or notes.state is not state:
+            if notes is not None:
+                del self._by_mark[notes.mark]
             notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
+            self._by_mark[notes.mark] = notes
         return notes
 
     def _last_step_of(self, optimizer: Any) -> LastStep:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,37 +75,41 @@ class Notes:
     mark: int = field(default_factory=_marks.__next__)
 
 
-def note_backward(all_notes: Iterable[Notes]) -> None:
+def note_backward(by_mark: dict[int, Notes]) -> None:
     """Renew the marks of gradients that parameters still have, with version counters, before a backward pass.
 
     Backward may write other gradients into marked tensors: into these after `zero_grad(set_to_none=False)`, and into
     those that DDP keeps with `gradient_as_bucket_view`. Their version counters then change.
     """
-    for notes in all_notes:
-        old, notes.mark = notes.mark, next(_marks)
+    for old, notes in list(by_mark.items()):
+        notes.mark = next(_marks)
+        by_mark[notes.mark] = by_mark.pop(old)
         for param in parameters(notes.optimizer):
             grad = param.grad
             if grad is not None and getattr(grad, MARK, _UNMARKED) in ((old, -1), (old, grad._version)):
                 setattr(grad, MARK, (notes.mark, grad._version))
 
 
-def refuse_claimed(grads: Sequence[Tensor], notes: Notes, all_notes: Iterable[Notes]) -> None:
+def refuse_claimed(grads: Sequence[Tensor], notes: Notes, by_mark: Mapping[int, Notes]) -> None:
     """Raise `RuntimeError` for a gradient that has the mark of another optimizer of the same iteration.
 
     A gradient that was written to since `note_backward` is a new one.
+
+    Args:
+        grads: the gradients that an optimizer has.
+        notes: the notes about it.
+        by_mark: the notes about all optimizers, by `Notes.mark`.
     """
-    owners = {
-        other.mark: other.optimizer
-        for other in all_notes
-        if other is not notes and other.state["stage"] is not OptState.READY
-    }
     for grad in grads:
         mark, version = getattr(grad, MARK, _UNMARKED)
-        if mark in owners and version in (-1, grad._version):
+        owner = by_mark.get(mark)
+        if owner is None or owner is notes or owner.state["stage"] is OptState.READY:
+            continue
+        if version in (-1, grad._version):
             raise RuntimeError(
                 f"a gradient of shape {tuple(grad.shape)} came up for {type(notes.optimizer).__name__} and belongs to "
-                f"{type(owners[mark]).__name__} too, for which it was unscaled or used since the last update(): "
-                f"dividing it twice would ruin it. {_advice(owners[mark], notes.optimizer)}"
+                f"{type(owner.optimizer).__name__} too, for which it was unscaled or used since the last update(): "
+                f"dividing it twice would ruin it. {_advice(owner.optimizer, notes.optimizer)}"
             )
 
 

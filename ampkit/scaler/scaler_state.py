@@ -100,6 +100,7 @@ class ScalerState(torch.amp.GradScaler):
         """Make every optimizer READY, and forget the notes about the last iteration."""
         self._states: MutableMapping[int, Any] = defaultdict(ready_record)
         self._notes: dict[int, Notes] = {}
+        self._by_mark: dict[int, Notes] = {}  # the same notes by `Notes.mark`, which their gradients have
         self._scale_calls = 0
         # The largest norms by `id(optimizer)`: returned by `clip_grad_norm_`, and judged without it.
         self._clipped_norms: dict[int, Tensor] = {}

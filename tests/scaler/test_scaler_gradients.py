@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from ampkit.optim import AdamW
+from ampkit.scaler import scaler_state
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.torch_internals.optimizers import ready_record
 from tests.helpers.scaler_tools import BOTH, alike, one_parameter, started
 
 
@@ -123,6 +125,27 @@ def test_a_wrapper_may_come_first_and_what_it_wraps_second() -> None:
     assert (param.item(), param.grad.item()) == (1.0, 2.0)
     scaler.step(outer)
     assert param.item() == -1.0
+
+
+@pytest.mark.parametrize("use", ["unscale_", "step"])
+def test_no_other_optimizers_record_is_read(use, monkeypatch) -> None:
+    """With an optimizer for each layer an iteration takes time in proportion to their number, not to its square."""
+
+    class Record(dict):
+        reads = 0
+
+        def __getitem__(self, name):
+            Record.reads += 1
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(scaler_state, "ready_record", lambda: Record(ready_record()))
+    scaler, counts = started(GradScaler), []
+    for _ in range(20):
+        _, optimizer = one_parameter(grad=1.0)
+        Record.reads = 0
+        getattr(scaler, use)(optimizer)
+        counts.append(Record.reads)
+    assert min(counts) == max(counts) > 0
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
