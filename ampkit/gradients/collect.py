@@ -17,7 +17,8 @@ from torch import Tensor
 import ampkit_kernels
 from ampkit.dtypes import REAL_FLOATS
 
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else."""
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _REFERENCE = ampkit_kernels.reference
@@ -65,7 +66,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         )
     for group in optimizer.param_groups:
         params += group["params"]
-    for cls in set(map(type, params)) - _ORDINARY:
+    for cls in set(map(type, params)) - ORDINARY:
         if not issubclass(cls, Tensor):
             # torch's class of error: code may catch it
             raise AssertionError(f"expected param to be torch.Tensor, got {cls.__name__}")
@@ -96,7 +97,7 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
         ValueError: a gradient is float16, and these are refused. Nothing has been replaced then.
     """
     grads = [grad for param in params if (grad := param.grad) is not None]
-    are_ordinary = set(map(type, params)) <= _ORDINARY
+    are_ordinary = set(map(type, params)) <= ORDINARY
     if are_ordinary and grads and ampkit_kernels.backend(grads[0]) is not _REFERENCE:
         flat = ampkit_kernels.FlatList.of(grads)
         if flat is not None:
@@ -106,7 +107,7 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
     dtypes = set(map(_dtype_of, grads))
     if refuse_fp16_of is not None and torch.float16 in dtypes:
         raise _fp16_refusal(refuse_fp16_of)
-    if are_ordinary and dtypes <= REAL_FLOATS and set(map(type, grads)) <= _ORDINARY and _are_dense(grads):
+    if are_ordinary and dtypes <= REAL_FLOATS and set(map(type, grads)) <= ORDINARY and _are_dense(grads):
         if len(set(map(Tensor.get_device, grads))) == 1:  # faster than `.device`; -1 on the CPU
             return Gradients({grads[0].device: grads}, [], [], [], grads)
         gradients = Gradients(originals=grads)
@@ -285,7 +286,7 @@ def host_value_or_none(value: Tensor) -> float | None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
+    if type(tensor) in ORDINARY or not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
 

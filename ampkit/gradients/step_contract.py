@@ -38,10 +38,16 @@ class StepScalars(NamedTuple):
     @classmethod
     def of(cls, optimizer: Any) -> StepScalars:
         """The scalars that a scaler has set on the optimizer."""
-        return cls(*[getattr(optimizer, name, None) for name in cls._fields])
+        return cls(
+            getattr(optimizer, "found_inf", None),
+            getattr(optimizer, "grad_scale", None),
+            getattr(optimizer, "grad_multiplier", None),
+        )
 
     def on(self, device: torch.device) -> StepScalars:
         """The scalars on `device`; synchronizes only to copy them from a device to the CPU."""
+        if self.found_inf is self.grad_scale is self.grad_multiplier is None:
+            return self
         return StepScalars(*[None if scalar is None else moved(scalar, device) for scalar in self])
 
     def skips_on_host(self) -> bool:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.optim.adamw import adamw as torch_adamw
 
 import ampkit_kernels as kernels
+from ampkit.dtypes import REAL_FLOATS
+from ampkit.gradients.collect import ORDINARY
 from ampkit.gradients.step_contract import StepScalars
-from ampkit.optim.device_step import DeviceStep, multiplied, needs_float32, refuse_sparse
+from ampkit.optim.device_step import DeviceStep, local_gradient, multiplied, needs_float32, refuse_sparse
 from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_internals.optimizers import gathered
+from ampkit.torch_internals.tensors import local_tensors, placements_of
 
+_dtype_of, _nbytes_of = attrgetter("dtype"), attrgetter("nbytes")
 _NAMES = ("exp_avg", "exp_avg_sq", "step")
 _NAMES_AMSGRAD = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
@@ -25,7 +31,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied by the
     scaler's factor, and moves 28 bytes per float32 element. If `found_inf` is set it returns at once, with moments and
     step counts as they were. The step never synchronizes and can be captured in a CUDA graph. On a CPU, or where Triton
-    cannot run, `torch.optim`'s own functions step, with the results of `torch.optim.AdamW` with the same arguments.
+    cannot run, `torch.optim`'s own functions step: the fused one, with the results of `torch.optim.AdamW(fused=True)`,
+    unless `fused` or `foreach` chooses another.
     With `rounding`, `masters` or `state_dtype` the step is computed in float32 and rounded once; parameters must be
     bfloat16, or float32, which need neither random bits nor remainders. DTensors are updated shard by shard.
 
@@ -37,8 +44,10 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         weight_decay: decoupled weight decay.
         amsgrad: divide by the largest second moment so far.
         maximize: maximize the loss.
-        foreach, capturable, fused: choose among torch's functions, where these step, as in torch. On a CPU `fused` is
-            ignored if a tensor is not contiguous, because torch's fused step (2.13) then confuses elements.
+        foreach, capturable, fused: choose among torch's functions, where these step. None, for both `foreach` and
+            `fused`: the fused one; `fused=False` has the bits of torch's default on a CPU. The fused one is not taken
+            on a CPU for complex parameters, nor where torch's (2.13) is wrong: where a tensor is not contiguous it
+            confuses elements, and where state differs from its parameter in size it writes to other memory.
         differentiable: must be False.
         impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
         rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, so that the
@@ -145,34 +154,76 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             for state in filter(None, map(self.state.get, group["params"])):
                 _count_on(state, device)
         try:
-            (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps), has_complex = gathered(self, group, 6)
+            columns, has_complex = gathered(self, group, 6)
         except RuntimeError:
             refuse_sparse(self, [param.grad for param in group["params"] if param.grad is not None])
             raise
         if skips:  # with a state of zeros: a checkpoint without it, of a run that has only skipped, would not load
             return True
-        lists = (*params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs)
-        # On a CPU torch's fused step (2.13) ignores strides, and so confuses elements of `channels_last` tensors.
-        fused = group["fused"] and (not on_host or all(map(Tensor.is_contiguous, lists)))
-        torch_adamw(
-            params,
-            multiplied(grads, scalars),
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            steps,
-            foreach=group["foreach"],
-            capturable=group["capturable"],
-            fused=fused,
-            found_inf=None if on_host else scalars.found_inf,
-            has_complex=has_complex,
-            amsgrad=group["amsgrad"],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            **self._options(group),
-        )
+        written, fused, foreach = columns[0], group["fused"], group["foreach"]
+        parts = [(columns, fused)]
+        if on_host:
+            if not set(map(type, written)) <= ORDINARY and not is_compiling():
+                grads = list(map(local_gradient, written, columns[1]))
+                where, moments = placements_of(written), list(filter(None, columns[2:-1]))
+                if all(placements_of(column) == where for column in moments):  # else torch redistributes
+                    # Each of torch's operations would be dispatched on a DTensor.
+                    columns = [grads if i == 1 else local_tensors(column) for i, column in enumerate(columns)]
+            if fused or (fused is None and foreach is None and not group["capturable"]):
+                parts = _fused_parts(columns)
+        for (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps), fused in parts:
+            scale = scalars.grad_scale if fused and on_host and scalars.grad_multiplier is None else None
+            torch_adamw(
+                params,
+                grads if scale is not None else multiplied(grads, scalars),
+                exp_avgs,
+                exp_avg_sqs,
+                max_exp_avg_sqs,
+                steps,
+                foreach=foreach,
+                capturable=group["capturable"],
+                fused=fused,
+                grad_scale=scale,
+                found_inf=None if on_host else scalars.found_inf,
+                has_complex=has_complex,
+                amsgrad=group["amsgrad"],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                **self._options(group),
+            )
+        if on_host:  # torch's fused step bumps no counter, a write to a shard not that of its DTensor
+            torch.autograd.graph.increment_version(written)
         return True
+
+
+def _fused_parts(columns: list[list[Tensor]]) -> list[tuple[list[list[Tensor]], bool]]:
+    """The rows of parallel lists that torch's fused step can take on a CPU, after the others, which may raise."""
+    if _can_be_fused(columns):
+        return [(columns, True)]
+    can = [_can_be_fused([column[i : i + 1] for column in columns]) for i in range(len(columns[0]))]
+    parts = []
+    for fused in (False, True):
+        rows = [i for i, each in enumerate(can) if each is fused]
+        if rows:
+            parts.append(([[column[i] for i in rows] if column else [] for column in columns], fused))
+    return parts
+
+
+def _can_be_fused(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether torch's fused step (2.13) is right for these parameters, gradients and state on a CPU.
+
+    It takes elements in the order of memory, so that it confuses those of tensors with other strides, as of
+    `channels_last` weights; it writes past the end of state that is smaller than its parameter; and it refuses state of
+    another dtype, which its other steps take.
+    """
+    sizes = list(map(_nbytes_of, columns[0]))
+    if not set(map(_dtype_of, columns[0])) <= REAL_FLOATS:
+        return False
+    for tensors in columns[:-1]:  # without the steps
+        if tensors and not (all(map(Tensor.is_contiguous, tensors)) and list(map(_nbytes_of, tensors)) == sizes):
+            return False
+    return True
 
 
 def _count_on(state: dict[str, Any], device: torch.device) -> None:

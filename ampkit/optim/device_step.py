@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 import ampkit_kernels as kernels
-from ampkit.gradients.collect import host_value_or_none, local_tensor, moved, note_written
+from ampkit.gradients.collect import ORDINARY, host_value_or_none, local_tensor, moved, note_written
 from ampkit.gradients.step_contract import StepScalars
 from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_internals.dynamo import dynamo_skip
@@ -24,8 +24,6 @@ from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
 
 Loss = TypeVar("Loss")  # returned by a closure, and then by `step`
-# Tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else.
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _CPU = torch.device("cpu")
 _MOST_CACHES = 8  # for a group in which different parameters have gradients in each step, as with experts
@@ -378,7 +376,7 @@ class DeviceStep(ABC):
         """Step a group after an examination of every tensor, whose results caches keep for `_step_again`."""
         # torch's functions take lists of plain tensors, or of DTensors of one mesh: a mixed list is stepped in parts.
         params = group["params"]
-        if self.impl != "triton" and all(map(_is_cpu, params)) and set(map(type, params)) <= _ORDINARY:
+        if self.impl != "triton" and all(map(_is_cpu, params)) and set(map(type, params)) <= ORDINARY:
             here = scalars.on(_CPU)
             if self._step_torch(group, _CPU, here):
                 if self._copies:
@@ -418,7 +416,7 @@ class DeviceStep(ABC):
         names, states = self._names(group), self._states(params, group)
         columns = [
             list(map(local_tensor, params)),
-            [_local_gradient(param, param.grad) for param in params],
+            [local_gradient(param, param.grad) for param in params],
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
         plain = all(param is local for param, local in zip(params, columns[0], strict=True))
@@ -550,9 +548,9 @@ def _described(value: Any) -> str:
     return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}{placements}"
 
 
-def _local_gradient(param: Any, grad: Any) -> Tensor:
+def local_gradient(param: Any, grad: Any) -> Tensor:
     """This rank's shard of a gradient, sharded as its parameter."""
-    if type(grad) not in _ORDINARY:
+    if type(grad) not in ORDINARY:
         placements = getattr(param, "placements", None)
         if placements is not None and getattr(grad, "placements", placements) != placements:
             grad = grad.redistribute(param.device_mesh, placements)

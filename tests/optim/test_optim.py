@@ -15,7 +15,7 @@ from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.scaler_tools import count_reads, iterate, with_grads
 from tests.optim.steps import PAIRS, SKIPPED, copies_of, interpreted, parameters, train
 
-FORMS = {"default": {}, "fused": {"fused": True}, "foreach": {"foreach": True}}
+FORMS = {"default": {}, "fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"fused": False}}
 BOTH = pytest.mark.parametrize("cls", [AdamW, SGD])
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of overflows
 
@@ -32,6 +32,8 @@ def test_scaled_steps_equal_torchs_unscaled_ones(pair: str, dtype: torch.dtype, 
     others = copies_of(params)
     # never torch's fused SGD on a CPU, which leaves whole vectors of 16-bit parameters as they were
     same_form = {} if ours is SGD and form == "fused" else FORMS[form]
+    if ours is AdamW and form == "default" and not dtype.is_complex:
+        same_form = FORMS["fused"]
     mine, reference = ours(params, **options, **FORMS[form]), theirs(others, **options, **same_form)
     mine.grad_scale = torch.tensor(1024.0)
     for step in range(100 if dtype is torch.float32 else 20):
@@ -52,6 +54,32 @@ def test_fused_on_a_cpu_reads_strides(cls: Any) -> None:
         weight.grad = gradient.clone()
         cls([weight], lr=0.1, fused=True).step()
     torch.testing.assert_close(*weights, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"fused": True}])
+def test_the_default_on_a_cpu_is_torchs_fused_step(chosen: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not with the state of a smaller parameter, which torch's load_state_dict lets pass, or of another dtype.
+
+    The fused step would write past its end.
+    """
+    fused, sizes = torch._fused_adamw_, []
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda *args, **given: sizes.append(len(args[0])) or fused(*args, **given)
+    )
+    params = parameters()
+    optimizer = AdamW(params, **chosen)
+    train(optimizer, params, range(3))
+    assert sizes == [3, 3, 4]
+    if not chosen:
+        for others in ({"fused": False}, {"foreach": False}, {"foreach": True}):
+            train(AdamW(params, **others), params, [0])
+        assert len(sizes) == 3
+    moment = optimizer.state[params[0]]["exp_avg"]
+    for wrong in (moment.new_zeros(2), moment.half()):
+        optimizer.state[params[0]]["exp_avg"] = wrong
+        with pytest.raises(RuntimeError, match=r"size|dtype"):
+            train(optimizer, params, [3])
+    assert len(sizes) == 3
 
 
 @interpreted
@@ -113,6 +141,7 @@ def test_state_dicts_go_both_ways(pair: str, impl: str) -> None:
     ours, theirs, options = PAIRS[pair]
     params = parameters()
     others = copies_of(params)
+    options = {**options, "fused": False}
     mine, reference = ours(params, impl=impl, **options), theirs(others, **options)
     train(mine, params, range(3))
     train(reference, others, range(3))

@@ -101,7 +101,9 @@ def test_a_backward_through_a_weight_that_a_step_has_changed_raises(mesh: Device
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, BFLOAT16], ids=["default", "foreach", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [{"fused": False}, {"foreach": True}, BFLOAT16], ids=["for-loop", "foreach", "bfloat16"]
+)
 @pytest.mark.parametrize("cls", [AdamW, SGD])
 def test_plain_parameters_beside_dtensors_of_two_meshes(
     mesh: DeviceMesh, cls: Any, options: dict[str, Any], impl: str

@@ -28,7 +28,7 @@ CASES: dict[str, list[dict]] = {
         {"fused": True, "momentum": 0.9, "dampening": 0.1},
     ],
     "SparseAdam": [{}],
-    "ampkit AdamW": [{}],
+    "ampkit AdamW": [PLAIN, FUSED],
     "ampkit SGD": [{"momentum": 0.9}],
 }
 PARAMETERS = [  # torch clips no sparse gradients
