@@ -120,21 +120,21 @@ class ScaledGradients:
                 param.grad = self._set_aside.pop(param, None)
 
     @torch.no_grad()
-    def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
+    def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], dict[Any, int]]:
         """Multiply the gradients by `inv_scale`, check them, and add those set aside. Never synchronizes.
 
         Returns:
-            Flags by device, 1 where a gradient is not finite, and the process groups that must agree on them.
+            Flags by device, 1 where a gradient is not finite, and the meshes whose ranks must agree on them.
         """
         flags: dict[torch.device, Tensor] = {}
-        groups: list[Any] = []
+        meshes: dict[Any, int] = {}
         params = parameters(self.optimizer)
         if self.masters is not None:
             self.masters.take_gradients_(inv_scale, flags)
-            groups += collect(self.masters.masters()).groups
+            meshes |= collect(self.masters.masters()).meshes
             params = self._without_masters(self.masters)
         gradients = collect(params)
-        groups += gradients.groups
+        meshes |= gradients.meshes
         for device in gradients.by_device:
             if device not in flags:
                 flags[device] = torch.zeros((), dtype=torch.float32, device=device)
@@ -142,7 +142,7 @@ class ScaledGradients:
         for param, earlier in self._set_aside.items():
             param.grad = earlier if param.grad is None else earlier + param.grad
         self._set_aside.clear()
-        return flags, list(dict.fromkeys(groups))
+        return flags, meshes
 
     def _without_masters(self, masters: MasterWeights) -> list[Tensor]:
         """The optimizer's parameters that are not masters."""
@@ -235,9 +235,9 @@ class LossScaler(GradScaler):
 
     def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
         """Unscale one optimizer's gradients. Returns a flag, 1 if one is not finite; None if there are none."""
-        found_inf, groups = gradients.unscale_(self._inverse_scale()[0])
+        found_inf, meshes = gradients.unscale_(self._inverse_scale()[0])
         notes = self._notes_of(gradients.optimizer)
-        self._agree(gradients.optimizer, found_inf, groups)
+        self._agree(gradients.optimizer, found_inf, meshes)
         flags = merged(notes.state["found_inf_per_device"], found_inf)
         notes.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
         return self._found_inf(notes) if flags else None

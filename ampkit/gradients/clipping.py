@@ -17,9 +17,10 @@ from torch import Tensor
 
 import ampkit_kernels
 from ampkit.gradients import ranks
-from ampkit.gradients.collect import Gradients, moved
+from ampkit.gradients.collect import Gradients, collect, moved
 from ampkit.torch_internals.modules import is_flat
 from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
+from ampkit.torch_internals.tensors import placements_of
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 """Orders for which norm(scale * g) / scale equals norm(g) to the bit if the scale is a power of two.
@@ -31,15 +32,25 @@ Other orders round differently, and their powers of scaled gradients overflow ea
 def clip_plain(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for a disabled scaler, with a norm over all ranks of a `process_group`.
 
+    torch takes no norm of DTensors of several meshes, nor of DTensors beside plain tensors.
+
     Raises:
         RuntimeError: the gradients are FSDP1 shards, without a `process_group`. Nothing has changed then.
     """
     if process_group is None and ranks.several() and any(map(is_flat, params)):
         raise refusal_of_flat_shards()
+    device = params[0].device if params else torch.device("cpu")
+    if any(place is not None for place in placements_of(params)):
+        with torch.set_grad_enabled(False):
+            gradients, one = collect(params, coalesce=True), torch.ones((), dtype=torch.float32, device=device)
+            flags = {device: torch.zeros_like(one, device=device) for device in gradients.by_device}
+            agreement = ranks.Agreement(gradients.meshes)
+            norms = ranked_norms(gradients, one, flags, norm_type, agreement, process_group)
+            multiply_(gradients, coefficient(norms.norm, max_norm), {})
+        return norms.norm
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
     if process_group is not None:  # NCCL has no all-reduce on the CPU, where the norm of no gradients is
-        device = params[0].device if params else torch.device("cpu")
-        norm = ranks.total(norm.to(device), norm_type, (process_group,))
+        norm = ranks.Agreement({}).norms({(): norm.to(device)}, {}, device, norm_type, process_group).norm
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
     return norm
 
@@ -64,9 +75,8 @@ def norm_and_factor(
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
     max_norm: float | Tensor,
-    across: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The norm of all gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
+    """The norm of this rank's gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
 
     Gradients are only read; plain ones on one GPU by one launch. Call it without autograd. Never synchronizes.
 
@@ -76,47 +86,78 @@ def norm_and_factor(
         found_inf: a flag for each device, set to 1 if a gradient there is not finite.
         norm_type: the order; inf: the largest magnitude.
         max_norm: the largest norm after clipping.
-        across: process groups over which the whole vector is sharded, in addition to those of DTensor gradients.
 
     Returns:
         Both 0-d on `inv_scale`'s device. The norm is float64 if a gradient is float64 or complex128, else float32.
     """
     grads = gradients.by_device.get(inv_scale.device)
-    if grads is not None and len(gradients.by_device) == 1 and not gradients.shards and not across:
+    if grads is None or len(gradients.by_device) > 1:
+        norm = _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)
+    else:
         ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
         is_flat_list = type(grads) is ampkit_kernels.FlatList  # where Triton runs
         if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS and max_norm < math.inf:
             return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
         norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
-    else:
-        norm = _norm_of_parts(gradients, inv_scale, found_inf, norm_type, across)
+    return norm, factor_of(norm, inv_scale, max_norm)
+
+
+def factor_of(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Tensor:
+    """The factor that unscales and clips gradients of this norm."""
     if isinstance(max_norm, float) and max_norm == math.inf:  # inf / inf would be NaN
-        return norm, inv_scale
-    return norm, inv_scale * coefficient(norm, max_norm)
+        return inv_scale
+    return inv_scale * coefficient(norm, max_norm)
 
 
-def _norm_of_parts(
+def ranked_norms(
     gradients: Gradients,
+    inv_scale: Tensor,
+    found_inf: dict[torch.device, Tensor],
+    norm_type: float,
+    agreement: ranks.Agreement,
+    across: Any = None,
+    judges: bool = False,
+) -> ranks.Norms:
+    """The norm of the gradients of several ranks times `inv_scale`; these agree on `found_inf` at the same time.
+
+    Args:
+        gradients: this rank's gradients, still scaled.
+        inv_scale: 1 / scale, 0-d float32.
+        found_inf: a flag for each device, set to 1 if a gradient is not finite, there or on another rank.
+        norm_type: the order; inf: the largest magnitude.
+        agreement: the ranks.
+        across, judges: as in `Agreement.norms`.
+    """
+    norms: dict[tuple[Any, ...], Tensor] = {}
+    if not gradients.meshes:
+        norms[()] = _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)
+    for (groups, counts), tensors in gradients.parts.items() if gradients.meshes else ():
+        norm = _norm_of(_by_device(tensors), inv_scale, found_inf, norm_type)
+        if counts:  # of replicas one rank does
+            norms[groups] = norm
+    return agreement.norms(norms, found_inf, inv_scale.device, norm_type, across, judges)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    listed = Gradients()
+    for tensor in tensors:
+        listed.add(tensor)
+    return listed.by_device
+
+
+def _norm_of(
+    by_device: Mapping[torch.device, Sequence[Tensor]],
     inv_scale: Tensor,
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
-    across: Sequence[Any],
 ) -> Tensor:
-    """The norm of gradients on several devices or ranks."""
-    shard_of = {id(tensor): groups for groups, tensor in gradients.shards}
-    parts: dict[tuple[Any, ...], dict[torch.device, list[Tensor]]] = {}
-    for device, tensors in gradients.by_device.items():
-        for tensor in tensors:
-            parts.setdefault(shard_of.get(id(tensor), ()), {}).setdefault(device, []).append(tensor)
+    """The norm of tensors on several devices."""
     norms = []
-    for groups, by_device in parts.items():
-        local = []
-        for device, tensors in by_device.items():
-            flag = found_inf[device]
-            norm = ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
-            local.append(moved(norm, inv_scale.device))
-        norms.append(ranks.total(_joined(local, norm_type), norm_type, groups))
-    return ranks.total(_joined(norms, norm_type) if norms else torch.zeros_like(inv_scale), norm_type, across)
+    for device, tensors in by_device.items():
+        flag = found_inf[device]
+        norm = ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
+        norms.append(moved(norm, inv_scale.device))
+    return _joined(norms, norm_type) if norms else torch.zeros_like(inv_scale)
 
 
 def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ampkit_kernels
 from ampkit.dtypes import REAL_FLOATS
+from ampkit.torch_internals.tensors import local_tensors, placements_of
 
 ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else."""
@@ -34,15 +35,17 @@ class Gradients:
 
     Attributes:
         by_device: a strided tensor for every gradient, which shares its storage.
-        shards: those of `by_device` that are parts of a larger gradient, with the process groups that hold the others.
-        groups: all process groups that a DTensor parameter or gradient spans, in the same order on every rank.
+        meshes: the lowest rank of each mesh that a DTensor parameter or gradient spans, by the mesh's process groups,
+            one for each dimension of several ranks; in the same order on every rank.
+        parts: where there are meshes, the same tensors by the groups of their mesh, and by whether this rank counts
+            them: of replicas one rank does. Tensors without a mesh: `((), True)`.
         duplicated: sparse gradients whose repeated indices have not been added up.
         originals: the `.grad` tensors themselves.
     """
 
     by_device: dict[torch.device, list[Tensor]] = field(default_factory=dict)
-    shards: list[tuple[tuple[Any, ...], Tensor]] = field(default_factory=list)
-    groups: list[Any] = field(default_factory=list)
+    meshes: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    parts: dict[tuple[tuple[Any, ...], bool], list[Tensor]] = field(default_factory=dict)
     duplicated: list[Tensor] = field(default_factory=list)
     originals: list[Tensor] = field(default_factory=list)
 
@@ -103,22 +106,25 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
         if flat is not None:
             if refuse_fp16_of is not None and flat[0].dtype is torch.float16:
                 raise _fp16_refusal(refuse_fp16_of)
-            return Gradients({flat[0].device: flat}, [], [], [], grads)
+            return Gradients({flat[0].device: flat}, originals=grads)
     dtypes = set(map(_dtype_of, grads))
     if refuse_fp16_of is not None and torch.float16 in dtypes:
         raise _fp16_refusal(refuse_fp16_of)
     if are_ordinary and dtypes <= REAL_FLOATS and set(map(type, grads)) <= ORDINARY and _are_dense(grads):
         if len(set(map(Tensor.get_device, grads))) == 1:  # faster than `.device`; -1 on the CPU
-            return Gradients({grads[0].device: grads}, [], [], [], grads)
+            return Gradients({grads[0].device: grads}, originals=grads)
         gradients = Gradients(originals=grads)
         for grad in grads:
             gradients.add(grad)
         return gradients
     gradients = Gradients()
+    if not are_ordinary:
+        _add_meshes(gradients, params)
+        if dtypes <= REAL_FLOATS and _add_shards(gradients, grads):
+            return gradients
     seen: set[int] = set()
     with torch.no_grad():
         for param in params:
-            _add_groups(gradients, param)
             if param.grad is not None and id(param.grad) not in seen:
                 _add_gradient(gradients, param, param.grad, coalesce)
                 seen.add(id(param.grad))
@@ -153,21 +159,63 @@ def _are_dense(grads: Sequence[Tensor]) -> bool:
         return False
 
 
-def _add_groups(gradients: Gradients, tensor: Tensor) -> None:
-    """Add the process groups of a DTensor's mesh."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is not None:
-        groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-        gradients.groups += [group for group in groups if group not in gradients.groups]
+def _add_meshes(gradients: Gradients, tensors: Sequence[Tensor]) -> None:
+    """Add the meshes of DTensors."""
+    meshes = {id(place[0]): place[0] for place in placements_of(tensors) if place is not None}
+    for mesh in meshes.values():
+        groups = _groups_of(mesh)
+        if groups and groups not in gradients.meshes:
+            gradients.meshes[groups] = int(mesh.mesh.min())
+
+
+def _groups_of(mesh: Any) -> tuple[Any, ...]:
+    """A process group for each dimension of several ranks."""
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+
+
+def _part_of(place: tuple[Any, Any] | None) -> tuple[tuple[Any, ...], bool]:
+    """The key in `Gradients.parts` of a DTensor's mesh and placements, or of a plain tensor."""
+    if place is None:
+        return (), True
+    mesh, placements = place
+    groups, coordinate = _groups_of(mesh), mesh.get_coordinate()
+    is_first = coordinate is not None and not any(
+        at and placement.is_replicate() for at, placement in zip(coordinate, placements, strict=True)
+    )
+    return groups, is_first or not groups
+
+
+def _add_shards(gradients: Gradients, grads: list[Tensor]) -> bool:
+    """Add DTensors and plain tensors; False, with nothing added, if one of them is not dense or is to be reduced.
+
+    Each mesh and placement is looked at once in a call. No longer: a group may be destroyed and made again.
+    """
+    tensors, where = local_tensors(grads), placements_of(grads)
+    if not (set(map(type, tensors)) <= ORDINARY and _are_dense(tensors)):
+        return False
+    by_place: dict[Any, list[Tensor]] = {}
+    for tensor, place in zip(tensors, where, strict=True):
+        by_place.setdefault(place, []).append(tensor)
+    if any(placement.is_partial() for place in by_place if place is not None for placement in place[1]):
+        return False
+    _add_meshes(gradients, grads)
+    for place, here in by_place.items():
+        gradients.parts.setdefault(_part_of(place), []).extend(here)
+    if len(set(map(Tensor.get_device, tensors))) == 1:
+        gradients.by_device[tensors[0].device] = tensors
+    else:
+        for tensor in tensors:
+            gradients.add(tensor)
+    gradients.originals += grads
+    return True
 
 
 def _add_gradient(gradients: Gradients, param: Tensor, grad: Tensor, coalesce: bool) -> None:
     """Add a gradient of any kind, as a strided real tensor."""
     local = grad
-    shard_groups: tuple[Any, ...] = ()
     if hasattr(grad, "placements"):
-        grad, local, shard_groups = _local_shard(param, grad)
-        _add_groups(gradients, grad)
+        grad, local = _local_shard(param, grad)
+        _add_meshes(gradients, [grad])
     if local.layout is torch.sparse_coo:
         if local is grad and (coalesce or local.dtype is torch.float16):
             # Sums over repeated indices overflow easily in scaled float16: check the sums, as torch does.
@@ -187,8 +235,7 @@ def _add_gradient(gradients: Gradients, param: Tensor, grad: Tensor, coalesce: b
             "gradient, dense or sparse: leave this parameter out of the optimizer"
         )
     gradients.add(local)
-    if shard_groups:
-        gradients.shards.append((shard_groups, local))
+    gradients.parts.setdefault(_part_of(placements_of([grad])[0]), []).append(local)
 
 
 def _writable(param: Tensor, grad: Tensor) -> Tensor:
@@ -205,8 +252,8 @@ def _writable(param: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
-def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]]:
-    """A DTensor gradient without pending reductions, its local part, and the groups that hold the other parts."""
+def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor]:
+    """A DTensor gradient without pending reductions, and its local part."""
     if any(placement.is_partial() for placement in grad.placements):
         from torch.distributed.tensor import Replicate
 
@@ -215,13 +262,7 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
     local = grad.to_local()
     if hasattr(local, "wait"):  # AsyncCollectiveTensor
         local = local.wait()
-    mesh = grad.device_mesh
-    groups = tuple(
-        mesh.get_group(dim)
-        for dim, placement in enumerate(grad.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    )
-    return grad, local, groups
+    return grad, local
 
 
 def unscale_(gradients: Gradients, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -217,7 +217,7 @@ class GradScaler(ScalerAnswers):
                 unscale_(gradients, inv_scale, flags)
             else:
                 check_finite(gradients, torch.ones_like(found_inf), flags)
-        self._agree(optimizer, flags, gradients.groups)
+        self._agree(optimizer, flags, gradients.meshes)
         return flags
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ class GradScaler(ScalerAnswers):
         notes.state["found_inf_per_device"] = flags = {device: moved(flag, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):
             check_finite(gradients, inv_scale, flags)
-        self._agree(optimizer, flags, gradients.groups)
+        self._agree(optimizer, flags, gradients.meshes)
         return flags
 
     def _gradients(self, optimizer: Any, allow_fp16: bool = True, *, coalesce: bool = False) -> Gradients:
@@ -268,20 +268,25 @@ class GradScaler(ScalerAnswers):
                 setattr(grad, MARK, mark)
         return gradients
 
-    def _agree(self, optimizer: Any, flags: Flags, groups: Sequence[Any]) -> None:
-        """Make flags the same on all ranks that must skip together: those of `groups` and of `process_group`."""
+    def _agreement_of(self, optimizer: Any, meshes: Mapping[tuple[Any, ...], int]) -> ranks.Agreement | None:
+        """The ranks that must skip together, those of `meshes` and of `process_group`; None if there are none."""
         notes = self._notes.get(id(optimizer))
         last = self._last_step_of(optimizer) if notes is None else notes.last_step
         own_group = self.process_group
         if own_group is None and last.holds_shards and ranks.several():
             own_group = torch.distributed.group.WORLD  # shards of FSDP1 do not say which ranks have the other parts
-        all_groups = [*dict.fromkeys(groups if own_group is None else (*groups, own_group))]
-        if not all_groups:
-            return
-        device = self._where() if self._scale is not None or not flags else next(iter(flags))
-        ranks.agree(flags, all_groups, device)
+        if not meshes and own_group is None:
+            return None
+        agreement = ranks.Agreement(meshes, own_group)
         if notes is not None:
-            notes.groups = all_groups
+            notes.agreement = agreement
+        return agreement
+
+    def _agree(self, optimizer: Any, flags: Flags, meshes: Mapping[tuple[Any, ...], int]) -> None:
+        """Make flags the same on all ranks that must skip together."""
+        agreement = self._agreement_of(optimizer, meshes)
+        if agreement is not None:
+            agreement.agree(flags, self._where() if self._scale is not None or not flags else next(iter(flags)))
 
     def _notes_of(self, optimizer: Any) -> Notes:
         """The notes about an optimizer in this iteration, with its record; both are made if there are none.
@@ -355,10 +360,9 @@ class GradScaler(ScalerAnswers):
             notes.outlier = None  # may be there if other code has made the optimizer READY again
             if norm_type not in clipping.HOMOGENEOUS_ORDERS:
                 self.unscale_(optimizer)
-        norm = self._clip_norm_(notes, max_norm, norm_type, process_group)
+        norm, judged, is_same = self._clip_norm_(notes, max_norm, norm_type, process_group)
         if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
-            own_group = self.process_group if process_group is None else None  # else the norm is that of a group
-            self._judge(notes, norm if own_group is None else ranks.total(norm.clone(), norm_type, (own_group,)))
+            self._judge(notes, judged, is_same)
         before = self._clipped_norms.get(id(optimizer))
         self._clipped_norms[id(optimizer)] = norm if before is None else torch.maximum(before, norm)
         return norm
@@ -371,14 +375,21 @@ class GradScaler(ScalerAnswers):
         if self.process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
         notes.outlier = None  # may be there if other code has made the optimizer READY again
-        norm = self._clip_norm_(notes, math.inf, 2.0, self.process_group)
+        norm, judged, is_same = self._clip_norm_(notes, math.inf, 2.0, self.process_group)
         if notes.state["found_inf_per_device"]:
-            self._judge(notes, norm)
+            self._judge(notes, judged, is_same)
         before = self._judged_norms.get(id(notes.optimizer))
         self._judged_norms[id(notes.optimizer)] = norm if before is None else torch.maximum(before, norm)
 
-    def _clip_norm_(self, notes: Notes, max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
-        """Unscale unless that is done, check, clip, and return the unscaled norm."""
+    def _clip_norm_(
+        self, notes: Notes, max_norm: float | Tensor, norm_type: float, process_group: Any
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Unscale unless that is done, check and clip.
+
+        Returns:
+            The unscaled norm; the norm by which `skip_above` judges the step; and whether all ranks that skip together
+            have the same one.
+        """
         optimizer, state = notes.optimizer, notes.state
         if notes.clip_factor is not None:
             self._apply_clip_factor_(notes)
@@ -394,18 +405,30 @@ class GradScaler(ScalerAnswers):
             if device not in flags:
                 flags[device] = flag if device == flag.device else moved(flag, device)
         with torch.set_grad_enabled(False):
-            across = () if process_group is None else (process_group,)
-            norm, factor = clipping.norm_and_factor(gradients, inv_scale, flags, norm_type, max_norm, across)
-            self._agree(optimizer, flags, gradients.groups)
+            agreement = self._agreement_of(optimizer, gradients.meshes)
+            judges = self._skip_above is not None and notes.outlier is None
+            if gradients.meshes or process_group is not None or (judges and agreement is not None):
+                norm, judged, is_same = clipping.ranked_norms(
+                    gradients, inv_scale, flags, norm_type, agreement or ranks.Agreement({}), process_group, judges
+                )
+                factor = clipping.factor_of(norm, inv_scale, max_norm)
+            else:
+                norm, factor = clipping.norm_and_factor(gradients, inv_scale, flags, norm_type, max_norm)
+                judged, is_same = norm, True
+                if agreement is not None:
+                    agreement.agree(flags, inv_scale.device)
             state["found_inf_per_device"], state["stage"] = flags, OptState.UNSCALED
             if getattr(optimizer, "_step_supports_grad_multiplier", False):
                 notes.clip_factor = factor.float()
             else:
                 clipping.multiply_(gradients, factor, flags)
-        return norm
+        return norm, judged, is_same
 
-    def _judge(self, notes: Notes, norm: Tensor) -> None:
-        """Note whether the norm is above `skip_above` on any of the ranks that skip together."""
+    def _judge(self, notes: Notes, norm: Tensor, is_same: bool) -> None:
+        """Note whether the norm is above `skip_above` on any of the ranks that skip together.
+
+        They need no agreement where all have the same norm.
+        """
         limit: Any = self._skip_above
         last = notes.last_step
         if isinstance(limit, TimesMedian):
@@ -415,7 +438,8 @@ class GradScaler(ScalerAnswers):
             outlier = norm_limit.judge_(limit, norms, norm)
         else:
             outlier = norm_limit.is_outlier(norm, limit)
-        ranks.agree({outlier.device: outlier}, notes.groups, outlier.device)
+        if not is_same and notes.agreement is not None:
+            notes.agreement.agree({outlier.device: outlier}, outlier.device)
         notes.outlier = outlier
 
     def _apply_clip_factor_(self, notes: Notes) -> None:
@@ -578,7 +602,8 @@ class GradScaler(ScalerAnswers):
                 state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
             # The loss of this rank counts on all ranks that skip together.
             loss_flag = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
-            ranks.agree(loss_flag, notes.groups, scale.device)
+            if notes.agreement is not None:
+                notes.agreement.agree(loss_flag, scale.device)
             state["found_inf_per_device"] = merged(state["found_inf_per_device"], loss_flag)
             if self._found_inf(notes).item() != 0:
                 raise closures.NonFiniteEvaluation

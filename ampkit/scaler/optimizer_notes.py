@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampkit.gradients.collect import parameters
+from ampkit.gradients.ranks import Agreement
 from ampkit.scaler.overflow_report import Counted
 
 MARK = "_ampkit_unscaled_for"
@@ -60,16 +61,16 @@ class Notes:
         optimizer: the optimizer.
         state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
         last_step: the notes that outlast the iteration.
-        groups: process groups whose ranks must skip together.
+        agreement: the ranks that must skip together; None: there are none.
         clip_factor: the factor that unscales and clips gradients, if `step` has still to apply it; else None.
-        outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `groups`; None: not judged.
+        outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `agreement`; None: not judged.
         mark: the number that marks gradients as this optimizer's.
     """
 
     optimizer: Any
     state: dict[str, Any]
     last_step: LastStep
-    groups: Sequence[Any] = ()
+    agreement: Agreement | None = None
     clip_factor: Tensor | None = None
     outlier: Tensor | None = None
     mark: int = field(default_factory=_marks.__next__)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import GradScaler, TimesMedian
 from tests.helpers.faults import plant_nonfinite, spoil_grad
@@ -263,9 +264,22 @@ def one_norm_is_judged(rank: int, world: int) -> None:
             assert scaler.stepped(optimizer) is (limit > whole)
 
 
+def norms_of_shards(rank: int, world: int) -> None:
+    """torch's but for the last bit, of gradients whose squares float32 cannot hold too."""
+    param = nn.Parameter(distribute_tensor(torch.zeros(5), init_device_mesh("cpu", (world,)), [Shard(0)]))
+    for size in (1.0, 1e30, 1e-30):
+        value = torch.randn(5) * size
+        param.grad = distribute_tensor(value * 4.0, param.device_mesh, [Shard(0)])
+        norm = started(GradScaler, 4.0).clip_grad_norm_(torch.optim.SGD([param]), size)
+        assert float(norm) == pytest.approx(float(value.double().norm()), rel=2.5e-7)
+        clipped = value.double() * min(size / (float(norm) + 1e-6), 1.0)
+        torch.testing.assert_close(full(param.grad), clipped.float(), rtol=5e-7, atol=0.0)
+
+
 @pytest.mark.parametrize(
     ("check", "world"),
     [
+        (norms_of_shards, 2),
         (norm_over_stages, 2),
         (drifted, 2),
         (several_meshes, 4),
@@ -322,3 +336,92 @@ def outlier_on_one_rank(rank: int, world: int, which: str, sharded: bool) -> Non
 def test_a_norm_above_the_limit_on_one_rank_skips_on_all(which: str, sharded: bool) -> None:
     """FSDP2, whose norm is that of all shards, and parameters that only a process group joins."""
     on_ranks(outlier_on_one_rank, which, sharded)
+
+
+class Collectives(TorchDispatchMode):
+    """The collectives that a rank issues, those of DTensors too: the operator, and how many numbers it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # and come back with the operators on its shards
+        name = str(func)
+        if name.startswith(("c10d.", "_c10d_functional.")) and "wait" not in name:
+            sent = args[0] if isinstance(args[0], Tensor) else args[0][0]
+            self.issued.append((name, sent.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def hybrid(rank: int, world: int) -> nn.Module:
+    return fully_shard(network(), mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")))
+
+
+def tensor_parallel(rank: int, world: int) -> nn.Module:
+    """FSDP2 over tensor parallel; the last layer is not split, so its mesh is another one."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(network(), nn.Linear(1, 3))
+    parallelize_module(model[0], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+LAYOUTS: dict[str, tuple[int, int, Callable[[int, int], nn.Module]]] = {  # ranks, collectives, model
+    "plain": (2, 0, lambda rank, world: network()),
+    "ddp": (2, 0, lambda rank, world: DistributedDataParallel(network())),
+    "process group": (2, 1, lambda rank, world: network()),
+    "fsdp": (2, 1, lambda rank, world: fully_shard(network())),
+    "hsdp": (4, 1, hybrid),
+    "fsdp with tp": (4, 1, tensor_parallel),
+}
+
+
+WAYS = (  # enabled, what comes before `step`, `skip_above`, the optimizer
+    (True, "nothing", None, "ordinary"),
+    (True, "nothing", None, "ampkit"),
+    (True, "nothing", 1e9, "ordinary"),
+    (True, "clip", None, "ampkit"),
+    (True, "clip", 1e9, "ordinary"),
+    (True, "clip to inf", 1e9, "ampkit"),
+    (False, "clip", None, "ordinary"),
+)
+
+
+def collectives(rank: int, world: int, layout: str) -> list[Any]:
+    """Those of each way to take a step; in the second of the two steps ranks disagree about everything."""
+    found = []
+    group = dist.group.WORLD if layout == "process group" else None
+    for enabled, before, limit, which in WAYS:
+        model = LAYOUTS[layout][2](rank, world)
+        optimizer = OPTIMIZERS[which](model.parameters())
+        scaler = GradScaler("cpu", 8.0, enabled=enabled, process_group=group, skip_above=limit)
+        for disagree in (False, True):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((2, 6), float(rank + 1))).square().mean()).backward()
+            norm = torch.stack([full(param.grad).square().sum() for param in model.parameters()]).sum().sqrt()
+            if disagree and rank == 0:
+                optimizer.zero_grad()
+            elif disagree and enabled:
+                spoil_grad(next(model.parameters()), "inf")
+            order, across = (2.0, group) if before == "clip" else (math.inf, None)
+            with Collectives() as counted:
+                if before != "nothing":
+                    clipped = scaler.clip_grad_norm_(optimizer, 0.1, order, process_group=across)
+                scaler.step(optimizer)
+                scaler.update()
+            if before == "clip" and not disagree and group is None:
+                assert float(clipped) == pytest.approx(float(norm) / (8.0 if enabled else 1.0))
+            issued: list[Any] = [None] * world
+            dist.all_gather_object(issued, counted.issued)
+            assert all(each == issued[0] for each in issued)
+            found.append((enabled, before, limit, which, disagree, len(counted.issued)))
+        assert scaler.get_scale() == (4.0 if LAYOUTS[layout][1] else 8.0 if rank == 0 else 4.0) or not enabled
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_takes_one_collective_at_most(layout: str) -> None:
+    """With the norm for clipping and for `skip_above` in it; the same sequence on all ranks, whatever they hold."""
+    world, most, _ = LAYOUTS[layout]
+    assert {found: 1 for found in on_ranks(collectives, layout, world=world)[0] if found[-1] != most} == {}
