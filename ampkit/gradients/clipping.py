@@ -132,7 +132,8 @@ def ranked_norms(
     if not gradients.meshes:
         norms[()] = _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)
     for (groups, counts), tensors in gradients.parts.items() if gradients.meshes else ():
-        norm = _norm_of(_by_device(tensors), inv_scale, found_inf, norm_type)
+        by_device = gradients.by_device if len(gradients.parts) == 1 else _by_device(tensors)
+        norm = _norm_of(by_device, inv_scale, found_inf, norm_type)
         if counts:  # of replicas one rank does
             norms[groups] = norm
     return agreement.norms(norms, found_inf, inv_scale.device, norm_type, across, judges)

@@ -6,7 +6,7 @@ that writing them writes the gradient. `collect` reads only metadata: it waits f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -119,7 +119,7 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
         return gradients
     gradients = Gradients()
     if not are_ordinary:
-        _add_meshes(gradients, params)
+        _add_meshes(gradients, _meshes_of(params))
         if dtypes <= REAL_FLOATS and _add_shards(gradients, grads):
             return gradients
     seen: set[int] = set()
@@ -159,13 +159,16 @@ def _are_dense(grads: Sequence[Tensor]) -> bool:
         return False
 
 
-def _add_meshes(gradients: Gradients, tensors: Sequence[Tensor]) -> None:
-    """Add the meshes of DTensors."""
-    meshes = {id(place[0]): place[0] for place in placements_of(tensors) if place is not None}
-    for mesh in meshes.values():
+def _add_meshes(gradients: Gradients, meshes: Iterable[Any]) -> None:
+    for mesh in meshes:
         groups = _groups_of(mesh)
         if groups and groups not in gradients.meshes:
             gradients.meshes[groups] = int(mesh.mesh.min())
+
+
+def _meshes_of(tensors: Sequence[Tensor]) -> Iterable[Any]:
+    """Each mesh of DTensors once."""
+    return {id(place[0]): place[0] for place in placements_of(tensors) if place is not None}.values()
 
 
 def _groups_of(mesh: Any) -> tuple[Any, ...]:
@@ -191,18 +194,25 @@ def _add_shards(gradients: Gradients, grads: list[Tensor]) -> bool:
     Each mesh and placement is looked at once in a call. No longer: a group may be destroyed and made again.
     """
     tensors, where = local_tensors(grads), placements_of(grads)
-    if not (set(map(type, tensors)) <= ORDINARY and _are_dense(tensors)):
+    flat = None
+    if grads and ampkit_kernels.backend(tensors[0]) is not _REFERENCE:
+        flat = ampkit_kernels.FlatList.of(tensors)
+    if flat is None and not (set(map(type, tensors)) <= ORDINARY and _are_dense(tensors)):
         return False
     by_place: dict[Any, list[Tensor]] = {}
+    last, here = None, by_place.setdefault(None, [])
     for tensor, place in zip(tensors, where, strict=True):
-        by_place.setdefault(place, []).append(tensor)
+        if place != last:  # comparing costs less than a look-up: placements are hashed in Python
+            last, here = place, by_place.setdefault(place, [])
+        here.append(tensor)
     if any(placement.is_partial() for place in by_place if place is not None for placement in place[1]):
         return False
-    _add_meshes(gradients, grads)
+    _add_meshes(gradients, [place[0] for place in by_place if place is not None])
     for place, here in by_place.items():
-        gradients.parts.setdefault(_part_of(place), []).extend(here)
-    if len(set(map(Tensor.get_device, tensors))) == 1:
-        gradients.by_device[tensors[0].device] = tensors
+        if here:
+            gradients.parts.setdefault(_part_of(place), []).extend(here)
+    if flat is not None or len(set(map(Tensor.get_device, tensors))) == 1:
+        gradients.by_device[tensors[0].device] = tensors if flat is None else flat
     else:
         for tensor in tensors:
             gradients.add(tensor)
@@ -215,7 +225,7 @@ def _add_gradient(gradients: Gradients, param: Tensor, grad: Tensor, coalesce: b
     local = grad
     if hasattr(grad, "placements"):
         grad, local = _local_shard(param, grad)
-        _add_meshes(gradients, [grad])
+        _add_meshes(gradients, _meshes_of([grad]))
     if local.layout is torch.sparse_coo:
         if local is grad and (coalesce or local.dtype is torch.float16):
             # Sums over repeated indices overflow easily in scaled float16: check the sums, as torch does.

@@ -22,6 +22,7 @@ from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
+from ampkit.torch_internals.tensors import local_tensors, placements_of
 
 Loss = TypeVar("Loss")  # returned by a closure, and then by `step`
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
@@ -342,16 +343,25 @@ class DeviceStep(ABC):
             return False
         launches = []
         n = len(columns) - ("step" in names) - ("stream" in names)
+        sharded: Sequence[Tensor] = ()
+        if not set(map(type, params)) <= ORDINARY:
+            where = placements_of(params)
+            if any(placements_of(column) != where for column in columns[1:n]):
+                return False  # `_step_kernels` redistributes gradients
+            sharded, columns = params, list(map(local_tensors, columns))
         for device, rows, copies in _launched_alike(params, beside):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
             cache = self._caches.get((number, device, copies is not None, self.impl, which))
             if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
                 return False
             launches.append((cache, lists[0] if copies is None else [*lists[0], *copies]))
-        for cache, written in launches:
-            cache.launch(self._all_options(group, scalars, cache.device))
-            # As in-place operations do: autograd finds stale saved tensors by it.
-            torch.autograd.graph.increment_version(written)
+        with _shifted_by_shard(columns[-1], sharded) if sharded and "stream" in names else nullcontext():
+            for cache, written in launches:
+                cache.launch(self._all_options(group, scalars, cache.device))
+                # As in-place operations do: autograd finds stale saved tensors by it.
+                torch.autograd.graph.increment_version(written)
+        if sharded:
+            torch.autograd.graph.increment_version([*sharded, *self._copies.values()])
         if self.has_remainders:
             self._note_fingerprints(beside)
         return True
@@ -419,16 +429,13 @@ class DeviceStep(ABC):
             [local_gradient(param, param.grad) for param in params],
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
-        plain = all(param is local for param, local in zip(params, columns[0], strict=True))
         masters = self.has_remainders
         beside = self._remainders(params) if masters else self._copies
-        with nullcontext() if plain or "stream" not in names else _shifted_by_shard(columns[-1], params):
+        with nullcontext() if "stream" not in names else _shifted_by_shard(columns[-1], params):
             for rows, copies in split_by_copy(params, beside):
                 lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-                cache = None
-                if plain:
-                    grads = [param.grad for param in group["params"]]
-                    cache = self._cache((number, device, copies is not None, self.impl, _which(grads)))
+                grads = [param.grad for param in group["params"]]
+                cache = self._cache((number, device, copies is not None, self.impl, _which(grads)))
                 options = self._all_options(group, scalars, device)
                 options["remainders" if masters else "copies"] = copies
                 if "stream" in names:
@@ -496,7 +503,11 @@ def _by_mesh(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 @contextmanager
 def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterator[None]:
     """Shift random streams for one step, so that shards of a DTensor round differently; saved state has no shift."""
-    shifts = [_shard_number(param) << 32 for param in params]
+    numbers: dict[Any, int] = {}  # by mesh and placements
+    for place, param in zip(placements_of(params), params, strict=True):
+        if place not in numbers:
+            numbers[place] = _shard_number(param)
+    shifts = [numbers[place] << 32 for place in placements_of(params)]
     if not any(shifts):
         yield
         return

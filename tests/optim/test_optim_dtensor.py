@@ -1,9 +1,11 @@
 """DTensor parameters: ampkit.optim updates this rank's shard, with torch.optim's results and state."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -174,6 +176,54 @@ def rounding(rank: int, world: int) -> None:
         assert len({tuple(local.tolist()) for local in locals}) == n_shards
         assert rank or torch.equal(locals[0], plain)
         plain.data.fill_(1.0)
+
+
+def steps_by_caches(rank: int, world: int) -> None:
+    """Beside an optimizer without caches; in between shards are exchanged, as by FSDP2, and gradients placed anew."""
+    mesh = init_device_mesh("cpu", (world,))
+    for cls, options in ((AdamW, {}), (SGD, BFLOAT16)):
+        values = torch.randn(8, 8, 8, dtype=torch.bfloat16 if options is BFLOAT16 else torch.float32)
+        lists = [
+            [torch.nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)])) for value in values[:3]]
+            for _ in range(2)
+        ]
+        cached, other = (cls(params, lr=0.1, impl="triton", **options) for params in lists)
+        examined = []
+        with mock.patch.object(cached, "_step_kernels", wraps=cached._step_kernels) as step_kernels:
+            for step in range(8):
+                for params in lists:
+                    for i, param in enumerate(params):
+                        place = Shard(int(step == 3 and i == 1))
+                        param.grad = distribute_tensor(values[step - i].clone(), mesh, [place])
+                    if step == 5:
+                        params[1]._local_tensor = params[1]._local_tensor.clone()
+                        params[2].requires_grad_(False)
+                    if step == 6:
+                        params[0].grad = None
+                other._caches.clear()
+                for optimizer in (cached, other):
+                    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(float(step == 4))
+                    version = lists[0][1]._version
+                    optimizer.step()
+                    assert optimizer is other or lists[0][1]._version > version
+                examined.append(step_kernels.call_count)
+        assert examined == [1, 1, 1, 2, 2, 2, 3, 3], examined
+        for pair in zip(*lists, strict=True):
+            assert_equal(
+                *[map(bits, (param, *o.state[param].values())) for param, o in zip(pair, (cached, other), strict=True)]
+            )
+
+
+def bits(tensor: Any) -> torch.Tensor:
+    """This rank's shard, and remainders as integers: some are NaN as numbers."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local.view(torch.int16) if local.dtype is torch.float16 else local
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+def test_caches_see_what_changes_between_steps() -> None:
+    on_ranks(steps_by_caches)
 
 
 def test_shards_round_apart_and_replicas_alike() -> None:

@@ -276,10 +276,30 @@ def norms_of_shards(rank: int, world: int) -> None:
         torch.testing.assert_close(full(param.grad), clipped.float(), rtol=5e-7, atol=0.0)
 
 
+def gradients_placed_anew(rank: int, world: int) -> None:
+    """Other placements, another mesh and another shard in each iteration: nothing is kept from the last one."""
+    meshes = [init_device_mesh("cpu", shape) for shape in ((world,), (1, world))]
+    params = [nn.Parameter(distribute_tensor(torch.zeros(4), meshes[0], [Shard(0)])) for _ in range(3)]
+    optimizer, scaler = torch.optim.SGD(params), started(GradScaler, 2.0)
+    places: list[Any] = [[Shard(0)], [Replicate()], [Partial()]]
+    for i in range(6):
+        for j, param in enumerate(params):
+            mesh, place = meshes[(i + j) // 3 % 2], places[(i + j) % 3]
+            local = torch.full((2 if place == [Shard(0)] else 4,), (1.0 if place == [Partial()] else 2.0) * (i + 1))
+            param.grad = DTensor.from_local(local, mesh, [Replicate()] * (mesh.ndim - 1) + place, run_check=False)
+            if j == i % 3:
+                param.grad._local_tensor = param.grad._local_tensor.clone()
+        norm = scaler.clip_grad_norm_(optimizer, 1e9)
+        assert float(norm) == pytest.approx((i + 1) * math.sqrt(12)), i
+        assert [full(param.grad).tolist() for param in params] == [[i + 1.0] * 4] * 3
+        scaler.update()
+
+
 @pytest.mark.parametrize(
     ("check", "world"),
     [
         (norms_of_shards, 2),
+        (gradients_placed_anew, 2),
         (norm_over_stages, 2),
         (drifted, 2),
         (several_meshes, 4),
