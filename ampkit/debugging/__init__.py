@@ -6,13 +6,15 @@
 | the same, with a change that was tried | `find_nonfinite` | `find` |
 | are scaler, gradients and optimizer called in the right order? | `check_loop` | `loop` |
 | which operators lose precision against float32? | `compare_precision` | `precision` |
+| is low precision to blame, and what should be kept out of it? | `rehearse` | `rehearse` |
 | how near is a long run to overflow and underflow? | `TensorMonitor` | `monitor` |
 | the same for a script that stays as it is | `ampkit debug` | `cli` |
 
 `operator_calls` observes the operators for `detect` and `precision`, with the callers from `call_sites` and the
 schema's facts from `operator_facts`. `nonfinite_origins` follows inf and NaN to a symptom, and `causes` finds out why.
-`reference_copies` holds a step's float32 values, by `storage_map`. `snapshot` restores a step's state,
-`proposed_changes` has the changes and the advice, and `report` the results of all tools.
+`reference_copies` holds a step's float32 values, by `storage_map`; `loss_changes` has what each module's rounding is
+expected to change of the loss. `snapshot` restores a step's state,
+`regions` gives a program's regions another policy, `proposed_changes` has the changes and the advice, and `report` the results of all tools.
 """
 
 from ampkit.debugging.detect import detect_nonfinite
@@ -20,6 +22,7 @@ from ampkit.debugging.find import find_nonfinite
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import compare_precision
+from ampkit.debugging.rehearse import rehearse
 from ampkit.debugging.report import NonFiniteError
 
 __all__ = [
@@ -29,4 +32,5 @@ __all__ = [
     "compare_precision",
     "detect_nonfinite",
     "find_nonfinite",
+    "rehearse",
 ]

@@ -20,7 +20,9 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ampkit.engine.thread_state import thread
 from ampkit.policy.module_paths import path_of
+from ampkit.policy.policy import Policy
 from ampkit.torch_internals.dispatcher import is_open
 from ampkit.torch_internals.operator_tracing import current_node
 from ampkit.torch_internals.operators import current_device_type
@@ -113,6 +115,7 @@ class ModuleCalls:
         self._numbers: dict[int, int] = {}
         self._roots: dict[int, Module] = {}
         self.region: Literal["ampkit", "torch", "none"] = "none"  # the kind of region that modules ran in
+        self.policy: Policy | None = None  # of the first of these regions, if it was given one
         self._device_types = {"cpu", current_device_type()}
 
     @contextmanager
@@ -156,6 +159,7 @@ class ModuleCalls:
     def _note_region(self) -> None:
         if is_open():
             self.region = "ampkit"
+            self.policy = next((entry.spec.policy for entry in thread.regions if entry.spec.enabled), None)
         elif any(map(torch.is_autocast_enabled, self._device_types)):
             self.region = "torch"
 

@@ -19,6 +19,7 @@ from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.proposed_changes import Change, Region, advice, changes_for, suggestion
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, OperatorError, Suggestion
 from ampkit.debugging.snapshot import TrainingSnapshot
+from ampkit.policy.policy import Policy
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 _MAX_RULES = 8  # the most modules or lines of one change, which are added one by one
@@ -70,7 +71,7 @@ def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[An
     if report.loop and finding.scale is not None:
         finding.suggestion = Suggestion("correct the loop first, see above", evidence="it mishandles scaled gradients")
     else:
-        changes = changes_for(finding, replay.region, model)
+        changes = changes_for(finding, replay.region, model, replay.policy)
         finding.suggestion = suggestion(changes, advice(finding), replay.attempt)
     return report
 
@@ -83,6 +84,7 @@ class _Replay:
     _model: Module
     _snapshot: TrainingSnapshot
     region: Region = "none"
+    policy: Policy | None = None  # that the step's regions were given
 
     def run(self) -> NonFiniteReport:
         """Run the step under `detect_nonfinite`."""
@@ -90,7 +92,7 @@ class _Replay:
         detect.on_state = self._snapshot.add
         with self._snapshot, detect as report:
             self._step()
-        self.region = detect.modules.region
+        self.region, self.policy = detect.modules.region, detect.modules.policy
         return report
 
     def is_finite_compiled(self) -> bool:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.causes import largest_finite
+from ampkit.debugging.loss_changes import LossChanges
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, readable, tensors_in
@@ -48,9 +51,11 @@ def compare_precision(
     creates in 16 bits (`arange`, `full`) are created in `reference` too. Tensors that were in 16 bits before it are
     their own reference, and listed in `report.given`. Operators of the optimizer are not compared.
 
-    Where gradients are 5 % off or more, or an update is rounded away, `report.suggestion` has a change or advice. With
-    a `model`, a change is tried by running the step again from the same state, and suggested only if it halves the
-    error. Afterwards the state is what the first run left.
+    `report.loss_changes` has how much the rounding of each module alone is expected to change the loss: in nats for a
+    cross entropy. Where that is large, gradients are 50 % off, or an update is rounded away, `report.suggestion` has a
+    change or advice. With a `model`, a change is tried by running the step again from the same state, and suggested
+    only if it halves the change of the loss, or the error. Afterwards the state is what the first run left. A module's
+    result that has lost precision and needs no gradient, such as one of positions, is made to require one.
 
     Synchronizes with the device at each operator, to read its result on the host.
 
@@ -92,11 +97,15 @@ def compare_precision(
         trial = PrecisionComparison(model, reference)
         with contextlib.suppress(RuntimeError), change.around():
             trial.run(step)
-        error = trial.report.error
-        evidence = f"with it the error is {error:.2g} instead of {report.error:.2g}"
-        return change, bool(trial.report.gradients) and error < report.error / 2, evidence
+        measured, before_it, after = "the error is", report.error, trial.report.error
+        origin = report.error_origin()
+        if origin is not None and origin.module in report.fragile:
+            measured = f"the rounding of {origin.module} is expected to change the loss by"
+            before_it, after = (each.loss_changes.get(origin.module, 0.0) for each in (report, trial.report))
+        evidence = f"with it {measured} {after:.2g} instead of {before_it:.2g}"
+        return change, bool(trial.report.gradients) and after < before_it / 2, evidence
 
-    changes = changes_for_precision(report, comparison.modules.region, model)
+    changes = changes_for_precision(report, comparison.modules, model)
     with TrainingSnapshot(model, before.owners):
         report.suggestion = suggestion(changes, advice_on_precision(report), attempt)
     return report
@@ -127,6 +136,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             raise ValueError(f"reference is {reference}; expected torch.float32 or torch.float64")
         super().__init__(model, PrecisionReport(dtype_name(reference)))
         self.copies = ReferenceCopies(reference)
+        self.changes = LossChanges(self.copies)
         self._noted: StorageMap[bool] = StorageMap()  # storages in 16 bits that `report.given` lists
         self._new_gradients = False  # backward has run since gradients were compared
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters before the update, see `before_update`
@@ -137,6 +147,19 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         if not self.report.gradients:
             self._collect_gradients()
         self.report.scale = self.scale or 1.0
+        self.report.loss_changes = self.changes.changes(self.report.scale)
+
+    def _begin(self, stack: ExitStack) -> None:
+        super()._begin(stack)
+        stack.enter_context(register_module_forward_pre_hook(self._module_starts))
+        stack.enter_context(register_module_forward_hook(self._module_ends, always_call=True))
+
+    def _module_starts(self, module: Module, args: Any) -> Any:
+        running = None if torch.compiler.is_compiling() else self.modules.current()
+        return None if running is None else self.changes.enter(running.name, args)
+
+    def _module_ends(self, module: Module, args: Any, result: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self.changes.leave(result)
 
     def run(self, step: Callable[[], Any]) -> PrecisionReport:
         """Compare a step, and the tensors that it returns."""
@@ -170,6 +193,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             scale = self.scale or 1.0
             self.report.loss = float(inputs[0].detach()) / scale
             self.report.reference_loss = float(self.copies.read(inputs[0])) / scale
+            self.changes.backward_starts(inputs[0])
         written = facts.written(args, kwargs)
         refusal = _OPTIMIZER if call.phase == "optimizer" else _why_not(facts, func, args, kwargs)
         if not refusal:
@@ -177,6 +201,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         result = func(*args, **kwargs)
         for tensor in (*written, *tensors_in(result)):
             self.copies.forget(tensor)
+            self.changes.copies.forget(tensor)
         if facts.name == "aten::native_dropout":
             self._note_dropout(result, *args)
         if refusal not in (_OPTIMIZER, _RANDOM, _UNREAD):
@@ -209,6 +234,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             return [tensor for tensor in facts.outputs(result, args, kwargs) if not is_opaque(tensor)]
 
         is_cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
+        follow_module = self._in_module(call, func, args, kwargs, written if low else [])
         of_copies = converted_arguments(func, args, kwargs, copies.read, copies.wide)
         of_inputs = converted_arguments(func, args, kwargs, widened, copies.wide) if low else None
         result = func(*args, **kwargs)
@@ -229,7 +255,9 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
                 self.report.opaque[facts.name] = str(error).splitlines()[0][:100]
                 for tensor in results:
                     copies.forget(tensor)
+                    self.changes.copies.forget(tensor)
                 return result
+            follow_module(results, exact)
             shared = {storage_key(tensor) for tensor in tensors_in(of_copies) if not is_opaque(tensor)}
             del of_copies
             if is_cast and not self._is_low(results[0]):
@@ -243,6 +271,34 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
                     copies.write(tensor, reference, error, own=storage_key(reference) not in shared)
                     shared.add(storage_key(reference))
         return result
+
+    def _in_module(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> Callable[[list[Tensor], list[Tensor] | None], None]:
+        """Prepare an operator's run on the copies of its module, which have the error of that module alone.
+
+        Returns a function that ends it, and takes the operator's results and those in the wider dtype on its inputs.
+        """
+        changes, facts = self.changes, call.facts
+        if call.phase not in ("forward", "recompute"):
+            return lambda results, exact: None
+        copies = changes.copies
+        own: Any = None
+        if written or any(map(copies.has_copy, call.tensors)):
+            for tensor in facts.written(args, kwargs):
+                copies.make_writable(tensor)
+            own = converted_arguments(func, args, kwargs, copies.read, copies.wide)
+
+        def end(results: list[Tensor], exact: list[Tensor] | None) -> None:
+            if own is not None:
+                wide_func: Any = WIDE_PRODUCTS.get(facts.name, func)
+                exact = [t for t in facts.outputs(wide_func(*own[0], **own[1]), *own) if not is_opaque(t)]
+            written_keys = set(map(storage_key, facts.written(args, kwargs)))
+            for tensor, value in zip(results, exact or (), strict=False):
+                if storage_key(tensor) not in written_keys and tensor.shape == value.shape:
+                    changes.copies_for(tensor).write(tensor, value, NONE, own=False)
+
+        return end
 
     def _measure(
         self,
@@ -309,11 +365,14 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         """Set the reference of a dropout: the reference of its input without the same elements."""
         output, mask = result
         factor = mask / (1 - p) if train is not False and p < 1 else mask
-        self.copies.write(output, self.copies.read(source) * factor, self.copies.error(source), own=True)
+        for copies in (self.copies, self.changes.copies):
+            if copies.has_copy(source):
+                copies.write(output, copies.read(source) * factor, copies.error(source), own=True)
 
     def _step_ended(self, *, skipped: bool = False) -> None:
         if skipped:
             self.copies = ReferenceCopies(self.copies.reference)  # gradients have another scale in the next step
+            self.changes.restart(self.copies)
         file, line = find_caller(1).line()
         for parameter, before, wanted in self._before:
             share = float(lost_share(parameter, before, wanted))

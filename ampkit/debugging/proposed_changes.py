@@ -20,13 +20,15 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from ampkit.containers import map_tensors
-from ampkit.debugging.call_sites import find_caller
+from ampkit.debugging.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
+from ampkit.debugging.regions import code_of, policy_of, replaced_regions, wider, with_modules
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import RegionSpec
 from ampkit.region.autocast import autocast
 
 Region = Literal["ampkit", "torch", "none"]  # the kind of region that the user's step runs in
@@ -48,29 +50,51 @@ _NOT_CAST = frozenset(
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """Modules that compute in float32 by a policy. It has no effect on a region with a policy of its own."""
+    """Modules that compute more precisely by a policy: in float32, or without its FP8 rules."""
 
     device: str
     model: Module
     modules: tuple[str, ...] = ()
+    policy: Policy | None = None  # that the step's regions were given
+    float8: bool = False  # the modules compute in FP8
 
     @property
     def code(self) -> str:
         """The code that a user writes."""
-        rules = ", ".join(f'"{path}": torch.float32' for path in self.modules)
-        return f'policy = Policy.default("{self.device}").for_modules(model, {{{rules}}})'
+        return code_of(self.policy, self.device, self.modules, self._value(self._default()))
 
     def around(self) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
-        policy = Policy.default(self.device).for_modules(self.model, dict.fromkeys(self.modules, torch.float32))
-        return autocast(self.device, enabled=False, policy=policy)
+
+        def changed(spec: RegionSpec) -> RegionSpec:
+            own = policy_of(spec)
+            if spec.device_type != self.device:
+                return spec
+            return spec._replace(policy=with_modules(own, self.model, self.modules, self._value(own)))
+
+        return replaced_regions(changed)
+
+    def is_possible(self) -> bool:
+        """Whether the step's policy has no rule of its own for one of the modules."""
+        try:
+            with_modules(self._default(), self.model, self.modules, torch.float32)
+        except ValueError:
+            return False
+        return True
+
+    def _default(self) -> Policy:
+        return self.policy or Policy.default(self.device)
+
+    def _value(self, policy: Policy) -> Any:
+        return wider(policy, float8=self.float8)
 
     def extended(self, left: Finding) -> PolicyChange | None:
         """This change with the module of a finding that is left, or the module around it; None if there is none."""
         path = left.origin.module if left.origin.module in _paths(self.model) else ""
         while path in self.modules:
             path = path.rpartition(".")[0]
-        return replace(self, modules=(*self.modules, path)) if path else None
+        extended = replace(self, modules=(*self.modules, path))
+        return extended if path and extended.is_possible() else None
 
 
 class LineChange(TorchFunctionMode):
@@ -216,8 +240,13 @@ def suggestion(
     return replace(advice, tried=tuple(tried))
 
 
-def changes_for(finding: Finding, region: Region, model: Module | None) -> Iterator[Change]:
-    """Changes that may cure a finding, the likeliest first; none where float16 and bfloat16 take no part."""
+def changes_for(
+    finding: Finding, region: Region, model: Module | None, policy: Policy | None = None
+) -> Iterator[Change]:
+    """Changes that may cure a finding, the likeliest first; none where float16 and bfloat16 take no part.
+
+    `policy` is the one that the step's regions were given, if any.
+    """
     origin, made = finding.origin, finding.made
     if finding.cause.kind in ("arrived", "received", "constant", "uninitialized") or origin.phase == "optimizer":
         return
@@ -225,12 +254,16 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
     if not any("float16" in text for text in texts):  # bfloat16 too
         return
     line = (made and line_of(made)) or line_of(origin)
-    yield from _changes(origin.module, line, finding.device, region, model)
+    yield from _changes(origin.module, line, finding.device, region, model, policy)
 
 
-def _changes(path: str, line: Lines | None, device: str, region: Region, model: Module | None) -> Iterator[Change]:
+def _changes(
+    path: str, line: Lines | None, device: str, region: Region, model: Module | None, policy: Policy | None = None
+) -> Iterator[Change]:
     if region == "ampkit" and model is not None and path in _paths(model):
-        yield PolicyChange(device, model, (path,))
+        change = PolicyChange(device, model, (path,), policy)
+        if change.is_possible():
+            yield change
     if line is not None:
         yield LineChange(device, region, (line,))
 
@@ -294,17 +327,21 @@ def advice(finding: Finding) -> Suggestion:
     return Suggestion(general_advice, evidence=evidence)
 
 
-def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
-    """Changes that may reduce the error of a step."""
+def changes_for_precision(report: PrecisionReport, modules: ModuleCalls, model: Module) -> Iterator[Change]:
+    """Changes that may reduce the error of a step: for a module that computes in FP8, its policy without FP8."""
     origin = report.error_origin()
-    if origin is not None and not report.underflows and not report.lost_updates:
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        yield from _changes(origin.module, line_of(origin), device, region, model)
+    if origin is None or report.underflows or report.lost_updates:
+        return
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    float8 = any(call.dtype.startswith("float8") for call in report.operators if call.module == origin.module)
+    change = PolicyChange(device, model, (origin.module,), modules.policy, float8=True)
+    if float8 and origin.module in _paths(model) and change.is_possible():
+        yield change
+    yield from _changes(origin.module, line_of(origin), device, modules.region, model, modules.policy)
 
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:
     """The advice for a step where no change was tried, or none helped."""
-    origin = report.error_origin()
     if report.underflows:
         return Suggestion("scale the loss: scaler = ampkit.GradScaler()", evidence="float16's smallest number is 6e-08")
     if report.lost_updates:
@@ -313,7 +350,6 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
         if lost.by_optimizer:
             code = "keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"
         return Suggestion(code, evidence="the update is less than half a unit in the last place")
-    in_backward = origin is not None and origin.phase == "backward" and not origin.backward_of
-    if origin is not None and in_backward and origin.op == "aten::add_.Tensor":  # it accumulates gradients
+    if report.accumulates:
         return Suggestion("accumulate gradients in float32, beside the parameters", evidence="not verified")
     return Suggestion("keep more of the model in float32", evidence="not verified")

@@ -17,6 +17,7 @@ from ampkit.text_tables import table
 
 Status = Literal["clean", "found", "inconclusive"]
 VERSION = 1
+LARGEST_HARMLESS_CHANGE = 3e-3  # of a loss of 3 or less, expected from the rounding of one module
 COMPILED = (
     "compiled functions run eagerly here: if the loss of your compiled run is finite and right, this report "
     "does not apply to that run"
@@ -306,13 +307,18 @@ class LostUpdate:
 
 @dataclass
 class PrecisionReport(Report):
-    """The report of `compare_precision`; truthy with mistakes of the loop, and where gradients over- or underflowed."""
+    """The report of `compare_precision`.
+
+    Truthy with mistakes of the loop, where gradients over- or underflowed, and where a module's rounding is expected to
+    change the loss.
+    """
 
     kind = "precision"
     reference: str
     operators: list[OperatorError] = field(default_factory=list)
     gradients: dict[str, GradientError] = field(default_factory=dict)  # by parameter
     results: list[float] = field(default_factory=list)  # the errors of the tensors that the step returned
+    loss_changes: dict[str, float] = field(default_factory=dict)  # expected from the rounding of each module, by path
     lost_updates: list[LostUpdate] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)  # operators that have no reference of their own, and why
     given: dict[str, str] = field(default_factory=dict)  # tensors in 16 bits from before the step: dtype by name
@@ -324,7 +330,17 @@ class PrecisionReport(Report):
 
     def __bool__(self) -> bool:
         overflowed = not (math.isfinite(self.gradient_error) or self.is_left_to_scaler)
-        return bool(self.loop or self.gone or overflowed)
+        return bool(self.loop or self.gone or overflowed or self.fragile)
+
+    @property
+    def fragile(self) -> dict[str, float]:
+        """The expected changes of the loss that are large, by module; that of code outside of modules has no name."""
+        return {name: change for name, change in self.loss_changes.items() if change > self.largest_harmless_change}
+
+    @property
+    def largest_harmless_change(self) -> float:
+        """The largest expected change of the loss that is no finding."""
+        return LARGEST_HARMLESS_CHANGE * max(1.0, abs(self.reference_loss or 0.0) / 3)
 
     @property
     def gradient_error(self) -> float:
@@ -341,8 +357,22 @@ class PrecisionReport(Report):
 
     @property
     def is_far_off(self) -> bool:
-        """Whether something should change: the error is 5 % or more, or updates are lost."""
-        return bool(self.lost_updates) or not (self.error < 0.05 or self.is_left_to_scaler)
+        """Whether something should change: the loss would change, gradients are far off, or updates are lost.
+
+        Without gradients the results are compared instead.
+        """
+        error, limit = (self.gradient_error, 0.5) if self.gradients and not self.accumulates else (self.error, 0.05)
+        return bool(self.lost_updates) or not (self.is_left_to_scaler or (error < limit and not self.fragile))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the largest error began where backward adds up gradients of 16 bits."""
+        origin = self.error_origin()
+        return origin is not None and (origin.op, origin.phase, origin.backward_of) == (
+            "aten::add_.Tensor",
+            "backward",
+            "",
+        )
 
     @property
     def gone(self) -> list[str]:
@@ -377,9 +407,16 @@ class PrecisionReport(Report):
         return worst if worst is not None and worst.amplification > 1 else None
 
     def error_origin(self) -> OperatorError | None:
-        """Return the call where the largest error began: the one that is amplified later, else the largest rounding."""
+        """Return the call where the largest error began: the one that is amplified later, else the largest rounding.
+
+        Where the rounding of modules changes the loss, it is a call of one of them.
+        """
         made = None if self.amplified is None else self._made_input_error(self.amplified)
-        return made or _worst(self.operators, lambda call: call.local)
+        origin = made or _worst(self.operators, lambda call: call.local)
+        if origin is not None and self.fragile and origin.module not in self.fragile:
+            module = next(iter(self.fragile))
+            return _worst((call for call in self.operators if call.module == module), lambda call: call.local) or origin
+        return origin
 
     def _made_input_error(self, call: OperatorError) -> OperatorError | None:
         """The call that made most of the error of another call's inputs."""
@@ -399,6 +436,9 @@ class PrecisionReport(Report):
         if not self.operators:
             return [f"no operator of step {self.step} computed in less than {self.reference}"]
         lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
+        if self.fragile:
+            changes = [f"{change:.2g} in {name or 'no module'}" for name, change in list(self.fragile.items())[:3]]
+            lines.append(f"  loss      is expected to change by {', '.join(changes)}: by their own rounding")
         rounded = _worst(self.operators, lambda call: call.local)
         if rounded is not None:
             how = "overflow  by" if math.isinf(rounded.local) else f"rounded   {rounded.local:.2g} by"

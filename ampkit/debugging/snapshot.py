@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,7 +30,9 @@ class TrainingSnapshot:
         self._tensors: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # values and gradients
         self._keep((*model.parameters(), *model.buffers()))
         self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-        self._optimizers: dict[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
+        # An optimizer that the step itself makes is freed with the step.
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]]
+        self._optimizers = weakref.WeakKeyDictionary()
         self._others: dict[int, tuple[Any, Any]] = {}
         self._random = [(set_state, get_state()) for get_state, set_state in _generators()]
         for other in others:

@@ -1,0 +1,92 @@
+"""Regions as if they had been written with another policy: for changes that a tool tries, and for rehearsals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from ampkit.policy.float8_recipes import RECIPES
+from ampkit.policy.module_rules import ModuleRules
+from ampkit.policy.policy import Policy
+from ampkit.region.arguments import RegionSpec
+from ampkit.region.autocast import autocast
+
+
+@contextmanager
+def replaced_regions(replace: Callable[[RegionSpec], RegionSpec]) -> Iterator[None]:
+    """A context in which each region that is entered is the one that `replace` makes of it, in all threads.
+
+    Regions of modules with rules are entered as the policy of the new region says.
+    """
+    enter, leave = autocast.__enter__, autocast.__exit__
+    given: dict[int, list[RegionSpec]] = {}  # by region, innermost last: one object may be entered again while open
+
+    def entered(region: autocast) -> autocast:
+        spec = region.spec
+        region.spec = replace(spec)
+        try:
+            enter(region)
+        except BaseException:
+            region.spec = spec
+            raise
+        given.setdefault(id(region), []).append(spec)
+        return region
+
+    def left(region: autocast, *error: Any) -> Any:
+        try:
+            return leave(region, *error)
+        finally:
+            if given.get(id(region)):
+                region.spec = given[id(region)].pop()
+
+    vars_of: Any = autocast
+    vars_of.__enter__, vars_of.__exit__ = entered, left
+    try:
+        yield
+    finally:
+        vars_of.__enter__, vars_of.__exit__ = enter, leave
+
+
+def policy_of(spec: RegionSpec) -> Policy:
+    """The policy of a region, if no region around it has another."""
+    return spec.policy or Policy.default(spec.device_type)
+
+
+def has_float8(policy: Policy) -> bool:
+    """Whether a policy computes operators in FP8, in all modules or in some."""
+    return any(rule in RECIPES for layer in policy.overrides for _, rule in layer) or any(
+        isinstance(rule.value, Policy) and has_float8(rule.value) for rule in policy.modules.rules
+    )
+
+
+def without_float8(policy: Policy) -> Policy:
+    """The policy without its FP8 rules, and without those in its modules' policies."""
+    layers = (tuple(item for item in layer if item[1] not in RECIPES) for layer in policy.overrides)
+    rules = (
+        rule._replace(value=without_float8(rule.value)) if isinstance(rule.value, Policy) else rule
+        for rule in policy.modules.rules
+    )
+    return dataclasses.replace(policy, overrides=tuple(filter(None, layers)), modules=ModuleRules(tuple(rules)))
+
+
+def wider(policy: Policy, *, float8: bool) -> Any:
+    """What keeps a module precise: with `float8` the policy without its rules of FP8, for a module; else float32."""
+    return dataclasses.replace(without_float8(policy), modules=ModuleRules()) if float8 else torch.float32
+
+
+def with_modules(policy: Policy, model: Module, paths: Iterable[str], value: Any) -> Policy:
+    """The policy with one value for these modules. Raises `ValueError` if one of them has a rule of its own already."""
+    return policy.for_modules(model, dict.fromkeys(paths, value)) if paths else policy
+
+
+def code_of(policy: Policy | None, device_type: str, paths: Iterable[str], value: Any) -> str:
+    """The code of `with_modules`; `policy` is the one that the user passes to the regions, if any."""
+    start = "policy" if policy is not None else f'Policy.default("{device_type}")'
+    shown = repr(value).replace("'", '"')
+    rules = ", ".join(f'"{path}": {shown}' for path in paths)
+    return f"policy = {start}.for_modules(model, {{{rules}}})"

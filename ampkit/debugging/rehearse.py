@@ -1,0 +1,464 @@
+"""`rehearse`: whether low precision costs a training anything, by short trainings in pairs; and what to keep out.
+
+A pair is one training under the policy and one in the reference, with the same weights and batches. Three pairs, from
+weights moved by a thousandth, give the gap of their losses and its error. Only where the gap is larger than its error
+the modules are ranked, by the expected changes of the loss, and a policy without the first of them is trained too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.flop_counter import flop_registry
+
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
+from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.regions import (
+    code_of,
+    has_float8,
+    policy_of,
+    replaced_regions,
+    wider,
+    with_modules,
+    without_float8,
+)
+from ampkit.debugging.report import PrecisionReport, Report
+from ampkit.debugging.snapshot import TrainingSnapshot
+from ampkit.policy.policy import Policy
+from ampkit.region.arguments import RegionSpec
+from ampkit.torch_internals.operator_tracing import OpOverload, storage_key
+
+_SEEDS = (None, 1, 2)  # of the changes of the weights; None: none
+_SMALLEST_GAP = 0.01  # a smaller one is not a finding
+_MOST_PLACES = 4
+BLIND = "later steps, other data, gaps below 1 %, and what the reference loses as well"
+
+
+@dataclass
+class RehearsalReport(Report):
+    """The report of `rehearse`; truthy if the policy costs something.
+
+    `policy` is a policy that closes the gap; None where nothing is to change, where nothing closes it, and for a
+    script, which `change` has the code for.
+    """
+
+    kind = "rehearsal"
+    gap: float | None = None  # of the loss, relative to the reference's; inf where it is not finite
+    error: float | None = None  # the standard error of `gap`
+    places: list[str] = field(default_factory=list)  # modules to keep out, by path
+    left: float | None = None  # the gap without them
+    change: str = ""  # code of a policy that closes the gap
+    loss: float | None = None  # of the reference, at the end
+    share: float | None = None  # of the multiplications, those in the cheaper format; with `change`, of those left
+    saved: list[int] = field(default_factory=list)  # bytes that backward keeps: in the reference, under the policy
+    steps: int = 0  # taken, in all trainings
+    tried: dict[str, float] = field(default_factory=dict)  # the gap without these modules
+
+    def __post_init__(self) -> None:
+        self.policy: Policy | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.loop) or (self.gap is not None and self.gap > self.bar)
+
+    @property
+    def bar(self) -> float:
+        """The gap from which on something is to change: three times its error, and at least 1 %."""
+        return max(3 * (self.error or 0.0), _SMALLEST_GAP)
+
+    def __str__(self) -> str:
+        lines = [*self.first_lines(), *([f"inconclusive: {self.incomplete}"] if self.incomplete else [])]
+        if self.gap is None:
+            return "\n".join(lines)
+        found = self.gap > self.bar
+        verdict = "low precision costs" if found else "nothing to keep: low precision costs"
+        lines.append(f"{verdict} {_percent(self.gap)} +- {100 * (self.error or 0):.1f} % of the loss ({self.loss:.4g})")
+        if self.places:
+            lines.append(f"  place     {', '.join(self.places)}")
+        if self.change:
+            lines += [f"  change    {self.change}", f"  evidence  verified: with it {_percent(self.left or 0)}"]
+        elif found and not self.incomplete:
+            lines.append("  advice    no change of up to four modules closes it; a recipe that rounds less may")
+            lines += [f"  tried     without {places}: {_percent(gap)}" for places, gap in self.tried.items()]
+        if self.share is not None:
+            now = f"{100 * self.share:.0f} % of the multiplications are in the cheaper format"
+            kept = f"; backward keeps {_megabytes(self.saved[1])} in place of {_megabytes(self.saved[0])}"
+            lines.append(f"  cheap     {now}{kept if len(self.saved) > 1 else ''}")
+        return "\n".join([*lines, f"  unseen    {BLIND}; {self.steps} steps were taken"])
+
+
+def _percent(gap: float) -> str:
+    return f"{100 * gap:+.1f} %" if math.isfinite(gap) else "everything: the loss is not finite, a gap"
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"
+
+
+def rehearse(
+    steps: Callable[[], Iterator[Any]],
+    model: Module,
+    policy: Policy | None = None,
+    *,
+    n_steps: int = 40,
+    warm_up: int = 80,
+    state: Iterable[Any] = (),
+    progress: bool = True,
+) -> RehearsalReport:
+    """Find out whether low precision costs a training anything, and which modules to keep out of it.
+
+    Trains in pairs: under the policy, and in the reference, which is the policy without its FP8 rules, or float32 for a
+    policy that has none. Three pairs start from slightly different weights, and give the gap of the losses in the
+    second half of the steps, and its error. Where the gap is more than three times its error and 1 % of the loss,
+    modules with the largest expected changes of the loss are kept out, and the training with them is tried the same
+    way. That takes six trainings, and three more for each trial.
+
+    Afterwards the model, optimizers, scalers and random number generators are as before. Compiled functions run
+    eagerly. Ctrl-C ends it with a report of what is known so far. Processes that train together are not supported.
+
+    Synchronizes with the device.
+
+    Args:
+        steps: a generator function without arguments that takes a training step at each `next`, and yields the loss.
+            It must do the same each time it is called: the same batches in the same order. Its forward runs in regions
+            of `ampkit.autocast`.
+        model: the module that it trains.
+        policy: the policy to judge, in place of the policies of the regions; None: those.
+        n_steps: the steps of a training; fewer if `steps` ends.
+        warm_up: steps in the reference that come before all trainings, once: near the initial weights little shows.
+            0 for a model that is trained already.
+        state: further objects that a step changes, with `state_dict` and `load_state_dict`.
+        progress: whether to print what is known so far to stderr.
+
+    Returns:
+        The report. `gap` and `error` are shares of the reference's loss, `places` are the modules to keep out, and
+        `policy` is a policy that closes the gap, None where nothing is to change.
+
+    Raises:
+        TypeError: if `model` is no module, or an object in `state` has no `state_dict` and `load_state_dict`.
+        ValueError: if `steps` yields nothing or does not do the same each time, or nothing is computed in the cheaper
+            format, as without a region.
+
+    Example::
+
+        def steps():
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            for x, y in batches:
+                optimizer.zero_grad()
+                with ampkit.autocast("cuda", torch.bfloat16):
+                    loss = loss_fn(model(x), y)
+                loss.backward()
+                optimizer.step()
+                yield loss.item()
+
+        print(debugging.rehearse(steps, model, policy))
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"model is {type(model).__name__}; expected the torch.nn.Module that the steps train")
+    before = TrainingSnapshot(model, state)
+    with before, torch.compiler.set_stance("force_eager"):
+        trainings = _Trainings(steps, model, policy, n_steps, before)
+        report = judge(trainings, lambda: trainings.start(warm_up), progress=progress)
+    if report.change:
+        report.policy = trainings.policy_without(report.places)
+    return report
+
+
+class Trainings(Protocol):
+    """What a rehearsal asks of a program: short trainings of it, and facts of one step."""
+
+    steps: int  # taken so far
+
+    def losses(self, cheap: bool, kept: Sequence[str], seed: int | None) -> list[float]:
+        """The losses of a training under the policy, without the modules `kept`, or in the reference."""
+        ...
+
+    def facts(self, cheap: bool, kept: Sequence[str]) -> tuple[float, int]:
+        """Of a step: the share of multiplications in the cheaper format, and the bytes that backward keeps."""
+        ...
+
+    def ranking(self) -> list[str]:
+        """Modules by what their rounding is expected to change, the most first."""
+        ...
+
+    def code(self, kept: Sequence[str]) -> str:
+        """The code of the policy without modules."""
+        ...
+
+
+def judge(trainings: Trainings, start: Callable[[], None], *, progress: bool = True) -> RehearsalReport:
+    """Rehearse a program. An interrupt ends it with what is known."""
+    report = RehearsalReport()
+    try:
+        start()
+        _judge(trainings, report, _say if progress else lambda text: None)
+    except KeyboardInterrupt:
+        report.incomplete = "interrupted; what follows was known by then"
+    report.steps = trainings.steps
+    return report
+
+
+def _judge(trainings: Trainings, report: RehearsalReport, say: Callable[[str], None]) -> None:
+    share, nbytes = trainings.facts(True, ())
+    if not share:
+        raise ValueError(
+            "no product is computed in the cheaper format: there is nothing to judge. Expected steps whose forward "
+            "runs in a region of ampkit.autocast, and for FP8 linear layers whose sizes are multiples of 16"
+        )
+    report.share, report.saved = share, [trainings.facts(False, ())[1], nbytes]
+    references: list[float] = []
+    gaps: list[float] = []
+
+    def trial(kept: Sequence[str]) -> float:
+        found = [
+            _mean(trainings.losses(True, kept, seed)) - mean for seed, mean in zip(_SEEDS, references, strict=True)
+        ]
+        gap = statistics.mean(found) / (report.loss or 1.0)
+        report.tried[", ".join(kept)] = gap
+        say(f"without {', '.join(kept)}: {_percent(gap)}")
+        return gap
+
+    for seed in _SEEDS:
+        references.append(_mean(trainings.losses(False, (), seed)))
+        gaps.append(_mean(trainings.losses(True, (), seed)) - references[-1])
+        report.loss = abs(statistics.mean(references)) or 1.0
+        report.gap = statistics.mean(gaps) / report.loss
+        finite = len(gaps) > 1 and math.isfinite(report.gap)
+        report.error = statistics.stdev(gaps) / report.loss / math.sqrt(len(gaps)) if finite else 0.0
+        say(f"pair {len(gaps)} of {len(_SEEDS)}: {_percent(report.gap)}")
+    if not all(map(math.isfinite, references)):
+        raise ValueError("the loss of the reference is not finite: ampkit.debugging.find_nonfinite finds out why")
+    if report.gap is not None and report.gap > report.bar:
+        _keep(trainings, report, trial)
+
+
+def _keep(trainings: Trainings, report: RehearsalReport, trial: Callable[[Sequence[str]], float]) -> None:
+    """Find few modules without which there is no gap."""
+    ranking, kept, left, count = trainings.ranking()[:_MOST_PLACES], [], math.inf, 1
+    while ranking and left > report.bar and len(kept) < len(ranking):
+        kept = ranking[:count]
+        left, count = trial(kept), 2 * count
+    if left > report.bar:
+        return
+    report.places, report.left, report.change = kept, left, trainings.code(kept)
+    for path in kept[:-1]:
+        fewer = [each for each in report.places if each != path]
+        left = trial(fewer)
+        if left <= report.bar:
+            report.places, report.left, report.change = fewer, left, trainings.code(fewer)
+    report.share, nbytes = trainings.facts(True, report.places)
+    report.saved[1:] = [nbytes]
+
+
+def _mean(losses: list[float]) -> float:
+    """The mean of the second half; inf if one of all is not finite."""
+    return statistics.mean(losses[len(losses) // 2 :]) if all(map(math.isfinite, losses)) else math.inf
+
+
+def _say(text: str) -> None:
+    print(f"rehearse: {text}", file=sys.stderr, flush=True)
+
+
+class _Trainings:
+    """Trainings in this process, each from the same state."""
+
+    def __init__(
+        self,
+        steps: Callable[[], Iterator[Any]],
+        model: Module,
+        policy: Policy | None,
+        n_steps: int,
+        before: TrainingSnapshot,
+    ) -> None:
+        self._steps, self._model, self._n_steps, self._before = steps, model, n_steps, before
+        self._warm: TrainingSnapshot = before
+        self.precision = Precision(policy)
+        self.steps = 0
+
+    def start(self, warm_up: int) -> None:
+        """Take the steps before all trainings, and check that the steps do the same each time."""
+        observer = OperatorObserver(self._model, Report())
+        observer.on_state = self._before.add  # scalers too
+        with self.precision.regions(False, self._model, ()):
+            with observer:
+                first = self._taken(1)
+            again = self._taken(1)
+            if not (first and again):
+                raise ValueError("steps() yields nothing; expected the loss of each step")
+            if not math.isclose(first[0], again[0], rel_tol=1e-5) and not math.isnan(first[0]):
+                raise ValueError(
+                    f"steps() does not do the same each time: its first loss is {first[0]:.6g}, and then "
+                    f"{again[0]:.6g}. Make data loaders and generators inside of it, so that it begins with the same "
+                    "batch, or give what has a state_dict as `state`"
+                )
+            if warm_up:
+                self._taken(warm_up)
+                self._warm = TrainingSnapshot(self._model, self._before.owners)
+
+    def losses(self, cheap: bool, kept: Sequence[str], seed: int | None) -> list[float]:
+        with self.precision.regions(cheap, self._model, kept):
+            return self._taken(self._n_steps, seed)
+
+    def facts(self, cheap: bool, kept: Sequence[str]) -> tuple[float, int]:
+        facts = StepFacts(self._model)
+        with self.precision.regions(cheap, self._model, kept), facts:
+            self._taken(1)
+        return facts.share(float8=self.precision.float8), facts.saved
+
+    def ranking(self) -> list[str]:
+        comparison = PrecisionComparison(self._model)
+        with self.precision.regions(True, self._model, ()), comparison:
+            self._taken(1)
+        return [path for path in ranked(comparison.report) if self._can_keep(path)]
+
+    def code(self, kept: Sequence[str]) -> str:
+        return self.precision.code(kept)
+
+    def policy_without(self, kept: Sequence[str]) -> Policy:
+        """The policy without modules."""
+        return self.precision.policy_without(self._model, kept)
+
+    def _can_keep(self, path: str) -> bool:
+        with contextlib.suppress(ValueError):
+            return bool(self.policy_without([path]))
+        return False  # the user's policy has a rule for it
+
+    def _taken(self, n_steps: int, seed: int | None = None) -> list[float]:
+        """The losses of steps from the state after the warm-up."""
+        self._warm.restore()
+        move(self._model.parameters(), seed)
+        running = self._steps()
+        losses = []
+        for loss, _ in zip(running, range(n_steps), strict=False):
+            losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+            self.steps += 1
+            if len(losses) == n_steps:
+                break
+        getattr(running, "close", lambda: None)()
+        return losses
+
+
+@torch.no_grad()
+def move(parameters: Iterable[Tensor], seed: int | None) -> None:
+    """Change parameters by a thousandth of themselves; by nothing if `seed` is None."""
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in parameters:
+            if parameter.is_floating_point():
+                parameter.mul_(1 + 1e-3 * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+class Precision:
+    """The regions of a rehearsal: those of the policy, without some modules, and those of the reference."""
+
+    def __init__(self, policy: Policy | None) -> None:
+        self._policy = policy
+        self._seen: RegionSpec | None = None  # the first region of the steps
+        self._made: dict[Any, Policy] = {}
+
+    @property
+    def float8(self) -> bool:
+        """Whether FP8 is judged, against 16 bits; else 16 bits against float32."""
+        return has_float8(self._own())
+
+    def regions(self, cheap: bool, model: Module, kept: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """A context in which the program's regions are those of the policy, or with `cheap` False of the reference."""
+
+        def replace(spec: RegionSpec) -> RegionSpec:
+            if self._policy is not None and self._policy.device_type != spec.device_type:
+                return spec
+            if self._seen is None and spec.enabled:
+                self._seen = spec
+            own = self._policy or policy_of(spec)
+            if cheap:
+                return spec._replace(policy=self._kept(own, model, tuple(kept)))
+            if has_float8(own):
+                return spec._replace(policy=without_float8(own))
+            return spec._replace(enabled=False)
+
+        return replaced_regions(replace)
+
+    def policy_without(self, model: Module, kept: Sequence[str]) -> Policy:
+        """The policy of the program's first region, without modules."""
+        return self._kept(self._own(), model, tuple(kept))
+
+    def code(self, kept: Sequence[str]) -> str:
+        """The code of that policy."""
+        own = self._own()
+        given = self._policy or (None if self._seen is None else self._seen.policy)
+        return code_of(given, own.device_type, kept, wider(own, float8=self.float8))
+
+    def _own(self) -> Policy:
+        return self._policy or (policy_of(self._seen) if self._seen is not None else Policy.default("cpu"))
+
+    def _kept(self, policy: Policy, model: Module, kept: tuple[str, ...]) -> Policy:
+        made = self._made.get((policy, kept))
+        if made is None:
+            value = wider(policy, float8=has_float8(policy))
+            made = self._made[policy, kept] = with_modules(policy, model, kept, value)
+        return made
+
+
+def ranked(report: PrecisionReport) -> list[str]:
+    """Modules by the expected change of the loss; by the errors of their gradients where no change is large."""
+    if report.fragile:
+        return list(report.loss_changes)
+    errors: dict[str, float] = {}
+    for name, gradient in report.gradients.items():
+        module = name.rpartition(".")[0]
+        errors[module] = math.hypot(errors.get(module, 0.0), gradient.share)
+    return sorted(errors, key=lambda module: -errors[module])
+
+
+class StepFacts(OperatorObserver[Report]):
+    """Context that counts a step's multiplications by format, and the bytes that backward keeps beside parameters."""
+
+    def __init__(self, model: Module | None) -> None:
+        super().__init__(model, Report())
+        self._products = {1: 0, 2: 0, 4: 0, 8: 0}  # multiplications, by bytes of an operand's element
+        self._kept: dict[int, int] = {}  # bytes by storage
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> Report:  # type: ignore[override]
+        self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+
+    def share(self, *, float8: bool) -> float:
+        """The share of the multiplications in FP8, or in 16 bits or fewer."""
+        cheap = self._products[1] + (0 if float8 else self._products[2])
+        return cheap / (sum(self._products.values()) or 1)
+
+    @property
+    def saved(self) -> int:
+        """The bytes that backward keeps."""
+        return sum(self._kept.values())
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf or not tensor.requires_grad:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse ones have no storage
+                self._kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        tensors = call.tensors
+        if call.facts.name.startswith("aten::_scaled_mm"):
+            count = 2 * tensors[0].shape[0] * tensors[0].shape[1] * tensors[1].shape[1]
+        elif func._overloadpacket in flop_registry:
+            count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        else:
+            return result
+        self._products[min(tensor.element_size() for tensor in tensors if tensor.is_floating_point())] += count
+        return result
