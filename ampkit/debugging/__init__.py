@@ -13,8 +13,9 @@
 `operator_calls` observes the operators for `detect` and `precision`, with the callers from `call_sites` and the
 schema's facts from `operator_facts`. `nonfinite_origins` follows inf and NaN to a symptom, and `causes` finds out why.
 `reference_copies` holds a step's float32 values, by `storage_map`; `loss_changes` has what each module's rounding is
-expected to change of the loss. `snapshot` restores a step's state,
-`regions` gives a program's regions another policy, `proposed_changes` has the changes and the advice, and `report` the results of all tools.
+expected to change of the loss. `snapshot` restores a step's state, `regions` gives a program's regions another policy,
+`rehearse_script` runs a script for a rehearsal, `proposed_changes` has the changes and the advice, and `report` the
+results of all tools.
 """
 
 from ampkit.debugging.detect import detect_nonfinite

@@ -18,6 +18,8 @@ from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.rehearse import judge
+from ampkit.debugging.rehearse_script import AGAINST, ScriptTrainings, run_task
 from ampkit.debugging.report import NonFiniteError, Report
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -27,7 +29,13 @@ _INTERRUPT = "the script was interrupted"
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns the exit code."""
     options = _parser().parse_args(argv)
-    tools = {"nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor}
+    tools = {
+        "nonfinite": _nonfinite,
+        "precision": _precision,
+        "loop": _loop,
+        "monitor": _monitor,
+        "rehearse": _rehearse,
+    }
     try:
         report, text = tools[options.tool](options)
         print(text)
@@ -64,7 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F",
         help="file for the samples, a line of JSON each; an existing file is replaced",
     )
-    for tool in (nonfinite, precision, loop, monitor):
+    rehearsal = tools.add_parser("rehearse", help="whether low precision costs a training anything, and what to keep")
+    rehearsal.add_argument("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
+    rehearsal.add_argument("--against", choices=AGAINST, help="judge this recipe; without it the precision as it is")
+    rehearsal.add_argument("--task", help=argparse.SUPPRESS)  # of one of the processes that the command starts
+    for tool in (nonfinite, precision, loop, monitor, rehearsal):
         tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
         tool.add_argument("script")
         tool.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
@@ -103,6 +115,18 @@ def _monitor(options: Any) -> tuple[Report, str]:
         why = _run(options, monitor)
     report.incomplete = why or report.incomplete
     return report, f"{report}\n{monitor}"
+
+
+def _rehearse(options: Any) -> tuple[Report, str]:
+    if options.task:
+        return run_task(options.task, lambda tool: _run(options, tool), _stop), ""
+    if not Path(options.script).is_file() or options.steps < 1:
+        raise FileNotFoundError(f"expected --steps 1 or more and a training script; got {options.script}")
+    trainings = ScriptTrainings(options.script, options.arguments, options.against, options.steps)
+    report = judge(trainings, lambda: None)
+    text = str(report)
+    report.incomplete = _INTERRUPT if report.incomplete else ""
+    return report, text
 
 
 def _too_early(step: int, *, checked: bool) -> str:

@@ -1,7 +1,7 @@
 """`rehearse`: whether low precision costs a training anything, by short trainings in pairs; and what to keep out.
 
 A pair is one training under the policy and one in the reference, with the same weights and batches. Three pairs, from
-weights moved by a thousandth, give the gap of their losses and its error. Only where the gap is larger than its error
+weights moved by a hundredth, give the gap of their losses and its error. Only where the gap is larger than its error
 the modules are ranked, by the expected changes of the loss, and a policy without the first of them is trained too.
 """
 
@@ -37,7 +37,7 @@ from ampkit.policy.policy import Policy
 from ampkit.region.arguments import RegionSpec
 from ampkit.torch_internals.operator_tracing import OpOverload, storage_key
 
-_SEEDS = (None, 1, 2)  # of the changes of the weights; None: none
+_SEEDS = (1, 2, 3)  # of the changes of the weights
 _SMALLEST_GAP = 0.01  # a smaller one is not a finding
 _MOST_PLACES = 4
 BLIND = "later steps, other data, gaps below 1 %, and what the reference loses as well"
@@ -217,22 +217,20 @@ def _judge(trainings: Trainings, report: RehearsalReport, say: Callable[[str], N
     references: list[float] = []
     gaps: list[float] = []
 
-    def trial(kept: Sequence[str]) -> float:
+    def trial(kept: Sequence[str]) -> tuple[float, bool]:
         found = [
             _mean(trainings.losses(True, kept, seed)) - mean for seed, mean in zip(_SEEDS, references, strict=True)
         ]
-        gap = statistics.mean(found) / (report.loss or 1.0)
-        report.tried[", ".join(kept)] = gap
-        say(f"without {', '.join(kept)}: {_percent(gap)}")
-        return gap
+        left, error = _gap(found, report.loss or 1.0)
+        report.tried[", ".join(kept)] = left
+        say(f"without {', '.join(kept)}: {_percent(left)}")
+        return left, left <= max(3 * error, _SMALLEST_GAP) and left < (report.gap or 0.0) / 2
 
     for seed in _SEEDS:
         references.append(_mean(trainings.losses(False, (), seed)))
         gaps.append(_mean(trainings.losses(True, (), seed)) - references[-1])
         report.loss = abs(statistics.mean(references)) or 1.0
-        report.gap = statistics.mean(gaps) / report.loss
-        finite = len(gaps) > 1 and math.isfinite(report.gap)
-        report.error = statistics.stdev(gaps) / report.loss / math.sqrt(len(gaps)) if finite else 0.0
+        report.gap, report.error = _gap(gaps, report.loss)
         say(f"pair {len(gaps)} of {len(_SEEDS)}: {_percent(report.gap)}")
     if not all(map(math.isfinite, references)):
         raise ValueError("the loss of the reference is not finite: ampkit.debugging.find_nonfinite finds out why")
@@ -240,22 +238,33 @@ def _judge(trainings: Trainings, report: RehearsalReport, say: Callable[[str], N
         _keep(trainings, report, trial)
 
 
-def _keep(trainings: Trainings, report: RehearsalReport, trial: Callable[[Sequence[str]], float]) -> None:
+def _keep(trainings: Trainings, report: RehearsalReport, trial: Callable[[Sequence[str]], tuple[float, bool]]) -> None:
     """Find few modules without which there is no gap."""
-    ranking, kept, left, count = trainings.ranking()[:_MOST_PLACES], [], math.inf, 1
-    while ranking and left > report.bar and len(kept) < len(ranking):
+    ranking, kept, closed, count = trainings.ranking()[:_MOST_PLACES], [], False, 1
+    while ranking and not closed and len(kept) < len(ranking):
         kept = ranking[:count]
-        left, count = trial(kept), 2 * count
-    if left > report.bar:
+        report.left, closed = trial(kept)
+        count *= 2
+    if not closed:
+        report.left = None
         return
-    report.places, report.left, report.change = kept, left, trainings.code(kept)
+    report.places = kept
     for path in kept[:-1]:
         fewer = [each for each in report.places if each != path]
-        left = trial(fewer)
-        if left <= report.bar:
-            report.places, report.left, report.change = fewer, left, trainings.code(fewer)
+        left, closed = trial(fewer)
+        if closed:
+            report.places, report.left = fewer, left
+    report.change = trainings.code(report.places)
     report.share, nbytes = trainings.facts(True, report.places)
     report.saved[1:] = [nbytes]
+
+
+def _gap(differences: list[float], loss: float) -> tuple[float, float]:
+    """The mean of differences relative to a loss, and its standard error."""
+    gap = statistics.mean(differences) / loss
+    if len(differences) < 2 or not math.isfinite(gap):
+        return gap, 0.0
+    return gap, statistics.stdev(differences) / loss / math.sqrt(len(differences))
 
 
 def _mean(losses: list[float]) -> float:
@@ -324,7 +333,7 @@ class _Trainings:
 
     def policy_without(self, kept: Sequence[str]) -> Policy:
         """The policy without modules."""
-        return self.precision.policy_without(self._model, kept)
+        return self.precision.kept(self.precision.own(), self._model, tuple(kept))
 
     def _can_keep(self, path: str) -> bool:
         with contextlib.suppress(ValueError):
@@ -348,12 +357,12 @@ class _Trainings:
 
 @torch.no_grad()
 def move(parameters: Iterable[Tensor], seed: int | None) -> None:
-    """Change parameters by a thousandth of themselves; by nothing if `seed` is None."""
+    """Change parameters by a hundredth of themselves; by nothing if `seed` is None."""
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         for parameter in parameters:
             if parameter.is_floating_point():
-                parameter.mul_(1 + 1e-3 * torch.randn(parameter.shape, generator=generator).to(parameter))
+                parameter.mul_(1 + 1e-2 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
 class Precision:
@@ -367,9 +376,11 @@ class Precision:
     @property
     def float8(self) -> bool:
         """Whether FP8 is judged, against 16 bits; else 16 bits against float32."""
-        return has_float8(self._own())
+        return has_float8(self.own())
 
-    def regions(self, cheap: bool, model: Module, kept: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    def regions(
+        self, cheap: bool, model: Module | None, kept: Sequence[str]
+    ) -> contextlib.AbstractContextManager[None]:
         """A context in which the program's regions are those of the policy, or with `cheap` False of the reference."""
 
         def replace(spec: RegionSpec) -> RegionSpec:
@@ -377,34 +388,39 @@ class Precision:
                 return spec
             if self._seen is None and spec.enabled:
                 self._seen = spec
-            own = self._policy or policy_of(spec)
+            own = self.judged(spec)
             if cheap:
-                return spec._replace(policy=self._kept(own, model, tuple(kept)))
+                return spec._replace(policy=self.kept(own, model, tuple(kept)))
             if has_float8(own):
-                return spec._replace(policy=without_float8(own))
+                return spec._replace(policy=self.made(("reference", own), lambda: without_float8(own)))
             return spec._replace(enabled=False)
 
         return replaced_regions(replace)
 
-    def policy_without(self, model: Module, kept: Sequence[str]) -> Policy:
-        """The policy of the program's first region, without modules."""
-        return self._kept(self._own(), model, tuple(kept))
+    def judged(self, spec: RegionSpec) -> Policy:
+        """The policy that is judged, in the place of the one of a region."""
+        return self._policy or policy_of(spec)
+
+    def own(self) -> Policy:
+        """The policy that is judged, in the program's first region."""
+        return Policy.default("cpu") if self._seen is None else self.judged(self._seen)
+
+    def kept(self, policy: Policy, model: Any, kept: tuple[str, ...]) -> Policy:
+        """A policy without some modules."""
+        value = wider(policy, float8=has_float8(policy))
+        return self.made((policy, kept), lambda: with_modules(policy, model, kept, value))
 
     def code(self, kept: Sequence[str]) -> str:
-        """The code of that policy."""
-        own = self._own()
+        """The code of the policy that is judged without some modules."""
+        own = self.own()
         given = self._policy or (None if self._seen is None else self._seen.policy)
         return code_of(given, own.device_type, kept, wider(own, float8=self.float8))
 
-    def _own(self) -> Policy:
-        return self._policy or (policy_of(self._seen) if self._seen is not None else Policy.default("cpu"))
-
-    def _kept(self, policy: Policy, model: Module, kept: tuple[str, ...]) -> Policy:
-        made = self._made.get((policy, kept))
-        if made is None:
-            value = wider(policy, float8=has_float8(policy))
-            made = self._made[policy, kept] = with_modules(policy, model, kept, value)
-        return made
+    def made(self, key: Any, make: Callable[[], Policy]) -> Policy:
+        """A policy that is made once: regions are entered in each step."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def ranked(report: PrecisionReport) -> list[str]:

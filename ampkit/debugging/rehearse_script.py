@@ -1,7 +1,7 @@
 """`ampkit debug rehearse`: the trainings of a rehearsal as runs of a script, each in a process of its own.
 
 The script stays as it is. In each process its regions are replaced, its first optimizer step changes the weights by a
-thousandth, and the losses are those that `backward` starts with, without the loss scale.
+hundredth, and the losses are those that `backward` starts with, without the loss scale.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,15 @@ from torch.optim import Optimizer
 
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.rehearse import Precision, StepFacts, move, ranked
-from ampkit.policy.module_paths import named_paths
+from ampkit.debugging.regions import has_float8, wider
+from ampkit.debugging.rehearse import Precision, RehearsalReport, StepFacts, move, ranked
+from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.policy import Policy
 from ampkit.policy.rules import Rule
 from ampkit.region.arguments import RegionSpec
 
 RULES = {rule.value.removeprefix("float8_"): rule for rule in Rule if rule.value.startswith("float8_")}
+_LINEAR = "aten::linear"
 AGAINST = tuple(f"fp8_{name}" for name in RULES)
 
 
@@ -57,7 +58,6 @@ class ScriptTrainings:
         self._command = [script, *arguments]
         self._against, self._n_steps = against, n_steps
         self._n_backward: int | None = None
-        self._code: dict[str, Any] = {}
 
     def losses(self, cheap: bool, kept: Sequence[str], seed: int | None) -> list[float]:
         result = self._run("losses", cheap, kept, seed)
@@ -96,25 +96,113 @@ class ScriptTrainings:
             return json.loads(out.read_text(encoding="utf-8"))
 
 
-def run_task(text: str, run: Callable[[contextlib.AbstractContextManager[Any], Callable[[], None]], str]) -> None:
-    """Do a task in this process. `run` runs the script under a context, which ends it by the function that it gets."""
+def run_task(
+    text: str, run: Callable[[contextlib.AbstractContextManager[Any]], str], stop: Callable[[], None]
+) -> RehearsalReport:
+    """Do a task in this process, and write its result.
+
+    `run` runs the script under a context and returns why it did not run to its end, if it did not; `stop` ends it.
+    """
     task = Task(**json.loads(text))
     precision = _ScriptPrecision(task)
     result: dict[str, Any] = {}
-    with precision.regions(task.cheap, task.kept):
+    with precision.regions(task.cheap, None, task.kept), torch.compiler.set_stance("force_eager"):
         if task.kind == "losses":
-            training = _Training(task)
+            training = _Training(task, stop)
             why = run(training)
             result["losses"] = training.losses
         elif task.kind == "facts":
-            facts = StepFacts(None)
+            facts = _OneStep(stop)
             why = run(facts)
             result.update(share=facts.share(float8=precision.float8), saved=facts.saved, code=precision.code(task.kept))
         else:
             comparison = PrecisionComparison(None)
-            comparison.first_step = task.steps - 1
+            comparison.first_step, comparison.on_step = task.steps - 1, stop
             why = run(comparison)
-            result["ranking"] = ranked(comparison.report)
+            result["ranking"] = [path for path in ranked(comparison.report) if precision.can_keep(path)]
     if why:
         raise RuntimeError(why)
     Path(task.out).write_text(json.dumps(result), encoding="utf-8")
+    return RehearsalReport()
+
+
+class _ScriptPrecision(Precision):
+    """The regions of a script, whose model is found when a module has to be kept out."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(None)
+        self._rule = None if task.against is None else RULES[task.against.removeprefix("fp8_")]
+
+    def can_keep(self, path: str) -> bool:
+        """Whether a rule for a module is possible: it has a path, and the script's policy has no such rule."""
+        try:
+            return bool(_models([path])) and bool(self.kept(self.own(), None, (path,)))
+        except ValueError:
+            return False
+
+    def judged(self, spec: RegionSpec) -> Policy:
+        policy, rule = super().judged(spec), self._rule
+        return policy if rule is None else self.made(policy, lambda: policy.with_rules({_LINEAR: rule}))
+
+    def code(self, kept: Sequence[str]) -> str:
+        added = "" if self._rule is None else f'.with_rules({{"{_LINEAR}": {self._rule}}})'
+        return super().code(kept).replace(".for_modules", f"{added}.for_modules", 1)
+
+    def kept(self, policy: Policy, model: Module | None, kept: tuple[str, ...]) -> Policy:
+        if not kept:
+            return policy
+        return self.made((policy, kept), lambda: self._bound(policy, kept))
+
+    def _bound(self, policy: Policy, kept: tuple[str, ...]) -> Policy:
+        value = wider(policy, float8=has_float8(policy))
+        for model in _models(kept):
+            policy = policy.for_modules(model, dict.fromkeys(kept, value))
+        return policy
+
+
+def _models(paths: Sequence[str]) -> list[Module]:
+    """The outermost modules of this process that have modules at these paths."""
+    modules = [each for each in gc.get_objects() if isinstance(each, Module)]
+    having = [each for each in modules if set(paths) <= {path for path, _ in named_paths(each) if path}]
+    inside = {inner for each in having for inner in each.modules() if inner is not each}
+    return [each for each in having if each not in inside and unwrapped(each) is each]
+
+
+class _Training(check_loop):
+    """Context that notes the loss of each backward, and changes the weights at the first step of each optimizer."""
+
+    def __init__(self, task: Task, stop: Callable[[], None]) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self._task, self._stop = task, stop
+        self._moved: set[Optimizer] = set()
+
+    def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        scale = self.scaler.get_scale() if self._loss_is_scaled and self.scaler is not None else 1.0
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+        self.losses.append(float(loss.detach().sum()) / scale)
+        yield from super()._backward(tensors, *args, **kwargs)
+        if len(self.losses) == self._task.n_backward:
+            self._stop()
+
+    def _optimizer_starts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        super()._optimizer_starts(optimizer, args, kwargs)
+        if optimizer not in self._moved:
+            self._moved.add(optimizer)
+            move((p for group in optimizer.param_groups for p in group["params"]), self._task.seed)
+
+    def _step_ended(self, optimizer: Optimizer) -> None:
+        super()._step_ended(optimizer)
+        if self._task.n_backward is None and self.report.iterations >= self._task.steps:
+            self._stop()
+
+
+class _OneStep(StepFacts):
+    """The facts of the script's first step, which ends it."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        super().__init__(None)
+        self._stop = stop
+
+    def _step_ended(self, *, skipped: bool = False) -> None:
+        self._stop()
