@@ -20,6 +20,7 @@ from torch import Tensor
 from ampkit.containers import map_tensors
 from ampkit.debugging.reference_copies import ReferenceCopies
 from ampkit.torch_internals.operator_tracing import is_opaque, without_dispatch
+from ampkit.torch_internals.transforms import functorch_level
 
 _SAMPLE = 2048  # the most elements of a tensor whose errors are kept until backward
 
@@ -108,7 +109,9 @@ class LossChanges:
 
         A tensor that needs no gradient, such as positions, is replaced by an equal one that does.
         """
-        if not (tensor.is_floating_point() and tensor.numel() and torch.is_grad_enabled()) or is_opaque(tensor):
+        if not (tensor.is_floating_point() and tensor.numel() and torch.is_grad_enabled()):
+            return tensor
+        if is_opaque(tensor) or functorch_level() is not None:
             return tensor
         with without_dispatch(), torch.no_grad():
             if not copies.has_copy(tensor):

@@ -234,7 +234,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             return [tensor for tensor in facts.outputs(result, args, kwargs) if not is_opaque(tensor)]
 
         is_cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
-        follow_module = self._in_module(call, func, args, kwargs, written if low else [])
+        follow_module = self._in_module(call, func, args, kwargs, written)
         of_copies = converted_arguments(func, args, kwargs, copies.read, copies.wide)
         of_inputs = converted_arguments(func, args, kwargs, widened, copies.wide) if low else None
         result = func(*args, **kwargs)
@@ -284,8 +284,8 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             return lambda results, exact: None
         copies = changes.copies
         own: Any = None
-        if written or any(map(copies.has_copy, call.tensors)):
-            for tensor in facts.written(args, kwargs):
+        if any(map(copies.has_copy, call.tensors)) or any(map(self._is_low, written)):
+            for tensor in written:
                 copies.make_writable(tensor)
             own = converted_arguments(func, args, kwargs, copies.read, copies.wide)
 
@@ -293,7 +293,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             if own is not None:
                 wide_func: Any = WIDE_PRODUCTS.get(facts.name, func)
                 exact = [t for t in facts.outputs(wide_func(*own[0], **own[1]), *own) if not is_opaque(t)]
-            written_keys = set(map(storage_key, facts.written(args, kwargs)))
+            written_keys = set(map(storage_key, written))
             for tensor, value in zip(results, exact or (), strict=False):
                 if storage_key(tensor) not in written_keys and tensor.shape == value.shape:
                     changes.copies_for(tensor).write(tensor, value, NONE, own=False)

@@ -1,8 +1,8 @@
 """`rehearse`: whether low precision costs a training anything, by short trainings in pairs; and what to keep out.
 
-A pair is one training under the policy and one in the reference, with the same weights and batches. Three pairs, from
-weights moved by a hundredth, give the gap of their losses and its error. Only where the gap is larger than its error
-the modules are ranked, by the expected changes of the loss, and a policy without the first of them is trained too.
+A pair is one training under the policy and one in the reference, with the same weights and batches. Three pairs or
+more, from weights moved by a hundredth, give the gap of their losses and its error. Only where the gap is outside of
+its error, modules are ranked by the expected changes of the loss, and a policy without the first of them is tried.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from ampkit.policy.policy import Policy
 from ampkit.region.arguments import RegionSpec
 from ampkit.torch_internals.operator_tracing import OpOverload, storage_key
 
-_SEEDS = (1, 2, 3)  # of the changes of the weights
 _SMALLEST_GAP = 0.01  # a smaller one is not a finding
+# For each number of pairs how many errors a gap must have: Student's t, 97.5 %. With more pairs if it is not decided.
+_ERRORS = {3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}
+_FEWEST, _MOST = 3, 9
 _MOST_PLACES = 4
 BLIND = "later steps, other data, gaps below 1 %, and what the reference loses as well"
 
@@ -60,6 +62,7 @@ class RehearsalReport(Report):
     loss: float | None = None  # of the reference, at the end
     share: float | None = None  # of the multiplications, those in the cheaper format; with `change`, of those left
     saved: list[int] = field(default_factory=list)  # bytes that backward keeps: in the reference, under the policy
+    pairs: int = 0  # of trainings
     steps: int = 0  # taken, in all trainings
     tried: dict[str, float] = field(default_factory=dict)  # the gap without these modules
 
@@ -71,15 +74,16 @@ class RehearsalReport(Report):
 
     @property
     def bar(self) -> float:
-        """The gap from which on something is to change: three times its error, and at least 1 %."""
-        return max(3 * (self.error or 0.0), _SMALLEST_GAP)
+        """The gap from which on something is to change: at least 1 %, and outside of its error with 97.5 %."""
+        return _bar(self.error or 0.0, self.pairs)
 
     def __str__(self) -> str:
         lines = [*self.first_lines(), *([f"inconclusive: {self.incomplete}"] if self.incomplete else [])]
         if self.gap is None:
             return "\n".join(lines)
-        found = self.gap > self.bar
+        found = bool(self)
         verdict = "low precision costs" if found else "nothing to keep: low precision costs"
+        verdict = "so far low precision costs" if self.incomplete and not found else verdict
         lines.append(f"{verdict} {_percent(self.gap)} +- {100 * (self.error or 0):.1f} % of the loss ({self.loss:.4g})")
         if self.places:
             lines.append(f"  place     {', '.join(self.places)}")
@@ -117,9 +121,9 @@ def rehearse(
 
     Trains in pairs: under the policy, and in the reference, which is the policy without its FP8 rules, or float32 for a
     policy that has none. Three pairs start from slightly different weights, and give the gap of the losses in the
-    second half of the steps, and its error. Where the gap is more than three times its error and 1 % of the loss,
-    modules with the largest expected changes of the loss are kept out, and the training with them is tried the same
-    way. That takes six trainings, and three more for each trial.
+    second half of the steps, and its error. Where the gap is above 1 % and not outside of its error, up to nine pairs
+    are trained. Where it is outside, modules with the largest expected changes of the loss are kept out, and the
+    training without them is tried the same way. That takes six trainings, and three more for each trial.
 
     Afterwards the model, optimizers, scalers and random number generators are as before. Compiled functions run
     eagerly. Ctrl-C ends it with a report of what is known so far. Processes that train together are not supported.
@@ -218,24 +222,27 @@ def _judge(trainings: Trainings, report: RehearsalReport, say: Callable[[str], N
     gaps: list[float] = []
 
     def trial(kept: Sequence[str]) -> tuple[float, bool]:
-        found = [
-            _mean(trainings.losses(True, kept, seed)) - mean for seed, mean in zip(_SEEDS, references, strict=True)
-        ]
+        found = [_mean(trainings.losses(True, kept, 1 + i)) - mean for i, mean in enumerate(references)]
         left, error = _gap(found, report.loss or 1.0)
         report.tried[", ".join(kept)] = left
         say(f"without {', '.join(kept)}: {_percent(left)}")
-        return left, left <= max(3 * error, _SMALLEST_GAP) and left < (report.gap or 0.0) / 2
+        return left, left <= _bar(error, len(found)) and left < (report.gap or 0.0) / 2
 
-    for seed in _SEEDS:
-        references.append(_mean(trainings.losses(False, (), seed)))
-        gaps.append(_mean(trainings.losses(True, (), seed)) - references[-1])
+    while report.pairs < _FEWEST or (report.pairs < _MOST and _SMALLEST_GAP < (report.gap or 0.0) <= report.bar):
+        references.append(_mean(trainings.losses(False, (), 1 + report.pairs)))
+        if not math.isfinite(references[-1]):
+            raise ValueError("the loss of the reference is not finite: ampkit.debugging.find_nonfinite finds out why")
+        gaps.append(_mean(trainings.losses(True, (), 1 + report.pairs)) - references[-1])
+        report.pairs += 1
         report.loss = abs(statistics.mean(references)) or 1.0
         report.gap, report.error = _gap(gaps, report.loss)
-        say(f"pair {len(gaps)} of {len(_SEEDS)}: {_percent(report.gap)}")
-    if not all(map(math.isfinite, references)):
-        raise ValueError("the loss of the reference is not finite: ampkit.debugging.find_nonfinite finds out why")
-    if report.gap is not None and report.gap > report.bar:
+        say(f"pair {report.pairs}: {_percent(report.gap)} +- {100 * report.error:.1f} %")
+    if report:
         _keep(trainings, report, trial)
+
+
+def _bar(error: float, pairs: int) -> float:
+    return max(_ERRORS[pairs] * error, _SMALLEST_GAP) if pairs >= _FEWEST else math.inf
 
 
 def _keep(trainings: Trainings, report: RehearsalReport, trial: Callable[[Sequence[str]], tuple[float, bool]]) -> None:
