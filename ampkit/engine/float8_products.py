@@ -137,16 +137,25 @@ class Product:
         """`x @ w.T` as a matrix, and the tensors to save of the input if the weight will need a gradient."""
         recipe = self.recipe
         forms = self._input_forms(x, transposed=saves)
-        w = self.weight_form(weight, recipe.w, self.at.is_kn)
-        self.note("output", "input", x, forms["rows"], recipe.x)
-        self.note("output", "weight", weight, w, recipe.w, transposed=self.at.is_kn)
-        out = _gemm(forms["rows"], w, self.dtype, fast=True)
+        if recipe.w is None:
+            matrix = self._cast(weight)
+            out = torch.mm(x.reshape(-1, x.shape[-1]).to(self.dtype), matrix if self.at.is_kn else matrix.t())
+        else:
+            w = self.weight_form(weight, recipe.w, self.at.is_kn)
+            self.note("output", "input", x, forms["rows"], recipe.x)
+            self.note("output", "weight", weight, w, recipe.w, transposed=self.at.is_kn)
+            out = _gemm(forms["rows"], w, self.dtype, fast=True)
         if not saves:
             return out, ()
         if recipe.x_t is None:
             return out, (forms["high"],)
         self.note("weight gradient", "input", x, forms["columns"], recipe.x_t, transposed=True)
         return out, tuple(forms["columns"])
+
+    def _cast(self, weight: Tensor) -> Tensor:
+        """The weight in the region's dtype, from the cache if there is one."""
+        lookup = None if self.cache is None else self.cache.cast
+        return cast_to(self.device_type, self.dtype).argument(weight, lookup)
 
     def _input_forms(self, x: Tensor, *, transposed: bool) -> dict[str, Any]:
         """The FP8 forms of an input: those that this product needs, and perhaps others, made before."""
@@ -226,10 +235,13 @@ def _gradients(
     rows, columns = _quantize(grad, recipe.g if needs_x else None, recipe.g_t if needs_weight else None)
     if needs_x:
         weight = saved[0]
-        w_t = call.weight_form(weight, recipe.w_t, not at.is_kn, backward=True)
-        call.note("input gradient", "gradient", grad, rows, recipe.g)
-        call.note("input gradient", "weight", weight, w_t, recipe.w_t, transposed=not at.is_kn)
-        grad_x = _gemm(rows, w_t, grad.dtype).reshape(shape)
+        if recipe.w_t is None:
+            grad_x = torch.mm(grad, (weight.t() if at.is_kn else weight).to(grad.dtype)).reshape(shape)
+        else:
+            w_t = call.weight_form(weight, recipe.w_t, not at.is_kn, backward=True)
+            call.note("input gradient", "gradient", grad, rows, recipe.g)
+            call.note("input gradient", "weight", weight, w_t, recipe.w_t, transposed=not at.is_kn)
+            grad_x = _gemm(rows, w_t, grad.dtype).reshape(shape)
     if needs_weight:
         if recipe.g_t is None:
             grad_weight = torch.mm(grad.t(), saved[1].to(grad.dtype))

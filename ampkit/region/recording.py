@@ -147,7 +147,8 @@ class _RecordingMode(AutocastMode):
             computed_in = tuple(arg for arg in new_args if isinstance(arg, torch.dtype)) or computed_in
         float8 = ""
         if isinstance(run, Product):
-            float8, computed_in = rule.name, (run.recipe.x.dtype, run.recipe.w.dtype)
+            float8, recipe = rule.name, run.recipe
+            computed_in = tuple(run.dtype if each is None else each.dtype for each in (recipe.x, recipe.w))
         elif rule in RECIPES:
             float8 = why_not(op, args, kwargs, policy.device_type)
         module, line = _call_site(sys._getframe(1))

@@ -14,7 +14,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from ampkit import GradScaler, WeightCache, record_casts
+from ampkit import GradScaler, WeightCache, autocast, record_casts
+from ampkit.policy.float8_recipes import RECIPES
 from ampkit_kernels import reference
 from tests.helpers.float8 import BF16, GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, same, step, with_forward
 
@@ -122,6 +123,27 @@ def test_mm_addmm_and_matmul_have_the_bits_of_linear(rule):
         ):
             assert same(step(with_forward(layer, call), x, grad, fp8(rule, *OPERATORS)), want)
         layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())  # as GPT-2's Conv1D has it
+
+
+@pytest.mark.parametrize("product", range(3))
+@pytest.mark.parametrize("operator", ["linear", "matmul"])
+def test_each_product_of_a_recipe_may_be_in_the_regions_dtype(product, operator, monkeypatch):
+    """Output, gradient of the input, gradient of the weight: with None that one is the region's, and the others FP8."""
+    layer, x, grad = nn.Linear(32, 48, bias=False), torch.randn(24, 32), torch.randn(24, 48)
+    model = layer if operator == "linear" else with_forward(layer, lambda x: x @ layer.weight.t())
+    region = functools.partial(fp8, ROWWISE, f"aten::{operator}")
+    expected, low = step(model, x, grad, region()), step(model, x, grad, autocast("cpu", BF16))
+    assert not any(map(torch.equal, expected, low))
+    operands = (("x", "w"), ("g", "w_t"), ("g_t", "x_t"))[product]
+    monkeypatch.setitem(RECIPES, ROWWISE, RECIPES[ROWWISE]._replace(**dict.fromkeys(operands)))
+    expected[product] = low[product]
+    with record_casts() as record:
+        assert same(step(model, x, grad, region()), expected)
+        assert same(step(model, x, grad, region(cache=WeightCache())), expected)
+    assert record.calls[0].float8 == "FLOAT8_ROWWISE"
+    gemms = ["output", "input gradient", "weight gradient"]
+    assert {loss.gemm for loss in record.float8()} == set(gemms) - {gemms[product]}
+    assert record.calls[0].computed_in == ((BF16,) * 2 if product == 0 else (torch.float8_e4m3fn,) * 2)
 
 
 @pytest.mark.parametrize("rule", RULES)
