@@ -28,7 +28,7 @@ class Model:
     name: str
     make: Callable[[], nn.Module]
     batches: Callable[[], Callable[[torch.Generator], Batch]]
-    place: tuple[str, ...] = ()  # any of these modules is a right answer; () for a model that loses nothing
+    place: tuple[str, ...] = ()  # one of these modules is to be among the answers; () for a model that loses nothing
     rule: Rule | None = None
     dtype: torch.dtype = torch.bfloat16
     lr: float = 3e-3
@@ -73,10 +73,11 @@ def residual_mlp(blocks: int, width: int, hidden: int, scale: float = 1.0) -> nn
     return nn.Sequential(nn.Flatten(1), nn.Linear(64, width), *layers, nn.Linear(width, 16))
 
 
-def outlier_mlp() -> nn.Module:
-    """The input of the second block's last layer has a channel that is 200,000 times the others."""
+def outlier_mlp(*blocks: int) -> nn.Module:
+    """The input of these blocks' last layers has a channel that is 200,000 times the others."""
     model = residual_mlp(3, 64, 128)
-    _frozen_zero_channel(model.get_submodule("3.down"))  # type: ignore[arg-type]
+    for block in blocks:
+        _frozen_zero_channel(model.get_submodule(f"{block}.down"))  # type: ignore[arg-type]
     return model
 
 
@@ -274,8 +275,9 @@ MODELS = [
     Model("positions to 200", Counter, counts(200), ("rope",)),
     Model("norm by a difference", Normed, digits, ("norm", "inp")),
     Model("accumulator", Ones, ones, ("cell",), lr=3e-3),
-    Model("outlier MLP, FP8 by tensor", outlier_mlp, digits, ("3.down", "3"), TENSOR, lr=2e-3),
-    Model("outlier GPT, FP8 by tensor", outlier_gpt, characters, ("blocks.0.down", "blocks.0"), TENSOR),
+    Model("outliers in an MLP, FP8", lambda: outlier_mlp(2, 3, 4), digits, ("2.down", "3.down"), TENSOR, lr=2e-3),
+    Model("an outlier in an MLP, FP8", lambda: outlier_mlp(3), digits, ("3.down",), TENSOR, lr=2e-3),
+    Model("an outlier in a GPT, FP8", outlier_gpt, characters, ("blocks.0.down",), TENSOR, everyday=False),
     Model("diffusion", Denoiser, noisy_points, lr=2e-3),
     Model("experts with an offset", lambda: Experts(60.0), digits),
     Model("experts", lambda: Experts(0.0), digits),
