@@ -437,8 +437,9 @@ class PrecisionReport(Report):
             return [f"no operator of step {self.step} computed in less than {self.reference}"]
         lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
         if self.fragile:
-            changes = [f"{change:.2g} in {name or 'no module'}" for name, change in list(self.fragile.items())[:3]]
-            lines.append(f"  loss      is expected to change by {', '.join(changes)}: by their own rounding")
+            first = list(self.fragile.items())[:3]
+            changes = [f"{change:.2g} by the rounding in {name or 'no module'}" for name, change in first]
+            lines.append(f"  loss      changes by about {', '.join(changes)}")
         rounded = _worst(self.operators, lambda call: call.local)
         if rounded is not None:
             how = "overflow  by" if math.isinf(rounded.local) else f"rounded   {rounded.local:.2g} by"

@@ -145,7 +145,7 @@ def test_what_rounds_harmlessly_is_no_finding_and_what_changes_the_loss_is() -> 
     report = compare_precision(stepped(model, torch.randn(64, 16)), model)
     assert "1" in report.fragile
     assert report.status == "found"
-    assert "  loss      is expected to change by " in str(report)
+    assert f"  loss      changes by about {report.fragile['1']:.2g} by the rounding in 1" in str(report)
     assert report.suggestion is not None
     assert report.suggestion.verified, str(report)
     assert report.suggestion.code == 'policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})'
