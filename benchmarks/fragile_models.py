@@ -274,7 +274,7 @@ MODELS = [
     Model("positions to 1024", Counter, counts(1024), ("rope",)),
     Model("positions to 200", Counter, counts(200), ("rope",)),
     Model("norm by a difference", Normed, digits, ("norm", "inp")),
-    Model("accumulator", Ones, ones, ("cell",), lr=3e-3),
+    Model("accumulator", Ones, ones, ("cell",)),
     Model("outliers in an MLP, FP8", lambda: outlier_mlp(2, 3, 4), digits, ("2.down", "3.down"), TENSOR, lr=2e-3),
     Model("an outlier in an MLP, FP8", lambda: outlier_mlp(3), digits, ("3.down",), TENSOR, lr=2e-3),
     Model("an outlier in a GPT, FP8", outlier_gpt, characters, ("blocks.0.down",), TENSOR, everyday=False),

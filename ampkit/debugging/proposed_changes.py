@@ -23,7 +23,7 @@ from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.regions import code_of, policy_of, replaced_regions, wider, with_modules
+from ampkit.debugging.regions import code_of, inherits, policy_of, replaced_regions, wider, with_modules
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.policy.module_paths import named_paths
@@ -68,7 +68,7 @@ class PolicyChange:
 
         def changed(spec: RegionSpec) -> RegionSpec:
             own = policy_of(spec)
-            if spec.device_type != self.device:
+            if spec.device_type != self.device or inherits(spec):
                 return spec
             return spec._replace(policy=with_modules(own, self.model, self.modules, self._value(own)))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from ampkit.engine.thread_state import thread
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy
@@ -53,8 +54,13 @@ def replaced_regions(replace: Callable[[RegionSpec], RegionSpec]) -> Iterator[No
 
 
 def policy_of(spec: RegionSpec) -> Policy:
-    """The policy of a region, if no region around it has another."""
+    """The policy of a region, for one that does not inherit it."""
     return spec.policy or Policy.default(spec.device_type)
+
+
+def inherits(spec: RegionSpec) -> bool:
+    """Whether a region that is entered now has the policy of a region around it."""
+    return spec.policy is None and any(entry.spec.device_type == spec.device_type for entry in thread.regions)
 
 
 def has_float8(policy: Policy) -> bool:

@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.flop_counter import flop_registry
 
+from ampkit.debugging.detect import rank
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.regions import (
     code_of,
     has_float8,
+    inherits,
     policy_of,
     replaced_regions,
     wider,
@@ -150,6 +152,7 @@ def rehearse(
         TypeError: if `model` is no module, or an object in `state` has no `state_dict` and `load_state_dict`.
         ValueError: if `steps` yields nothing or does not do the same each time, or nothing is computed in the cheaper
             format, as without a region.
+        RuntimeError: in one of several ranks.
 
     Example::
 
@@ -167,6 +170,8 @@ def rehearse(
     """
     if not isinstance(model, Module):
         raise TypeError(f"model is {type(model).__name__}; expected the torch.nn.Module that the steps train")
+    if rank() is not None:
+        raise RuntimeError("rehearse runs in one process: ranks would decide for themselves how many steps to take")
     before = TrainingSnapshot(model, state)
     with before, torch.compiler.set_stance("force_eager"):
         trainings = _Trainings(steps, model, policy, n_steps, before)
@@ -395,10 +400,12 @@ class Precision:
                 return spec
             if self._seen is None and spec.enabled:
                 self._seen = spec
+            if inherits(spec) and (cheap or self.float8):
+                return spec
             own = self.judged(spec)
             if cheap:
                 return spec._replace(policy=self.kept(own, model, tuple(kept)))
-            if has_float8(own):
+            if self.float8:
                 return spec._replace(policy=self.made(("reference", own), lambda: without_float8(own)))
             return spec._replace(enabled=False)
 

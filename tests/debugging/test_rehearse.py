@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import textwrap
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import GradScaler, Policy, Rule, autocast
+from ampkit import GradScaler, Policy, Rule, autocast, record_casts
 from ampkit.debugging import cli, rehearse, rehearse_script
 from benchmarks.fragile_models import DifferenceNorm
 from tests.helpers.float8 import policy as float8_policy
@@ -102,6 +103,27 @@ def test_a_layer_that_fp8_breaks_is_kept_in_the_policy_without_fp8() -> None:
     assert 0 < report.share < 1  # the first layer stays in FP8
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_each_training_has_the_regions_that_it_should(nested: bool) -> None:
+    """A region inside another inherits its policy: in FP8's reference it stays in bfloat16."""
+    model, seen = harmless(), list[str]()
+
+    def steps() -> Iterator[float]:
+        with record_casts() as record, autocast("cpu", B16):
+            with autocast("cpu") if nested else contextlib.nullcontext():
+                loss = model(torch.ones(4, 16)).float().square().mean()
+        seen.append(
+            " ".join(call.float8 or str(call.computed_in[0])[6:] for call in record.calls if "linear" in call.op)
+        )
+        yield loss.item()
+
+    judged(steps, model, float8_policy(Rule.FLOAT8_ROWWISE), n_steps=1, warm_up=0)
+    assert set(seen) == {"bfloat16 bfloat16", "FLOAT8_ROWWISE FLOAT8_ROWWISE"}
+    seen.clear()
+    judged(steps, model, n_steps=1, warm_up=0)
+    assert set(seen) == {"", "bfloat16 bfloat16"}  # a disabled region records nothing
+
+
 def test_everything_is_left_as_it_was() -> None:
     """Parameters, buffers, an optimizer and a scaler from outside, generators; an optimizer from inside is freed."""
     model = nn.Sequential(fragile(), nn.BatchNorm1d(16))
@@ -163,7 +185,7 @@ def test_a_loss_that_is_not_finite_is_an_infinite_gap() -> None:
     assert json.loads(report.to_json())["gap"] == "inf"
 
 
-def test_what_cannot_be_judged_is_refused() -> None:
+def test_what_cannot_be_judged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, generator = harmless(), torch.Generator().manual_seed(0)
 
     def other_batches() -> Iterator[float]:
@@ -183,6 +205,10 @@ def test_what_cannot_be_judged_is_refused() -> None:
         judged(training(broken := _broken(model)), broken)
     with pytest.raises(TypeError, match=r"model is str; expected the torch\.nn\.Module"):
         judged(without_region, "model")  # type: ignore[arg-type]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="rehearse runs in one process: ranks would decide for themselves"):
+        judged(training(model), model)
 
 
 def _broken(model: nn.Module) -> nn.Module:
