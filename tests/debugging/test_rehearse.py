@@ -109,7 +109,7 @@ def test_each_training_has_the_regions_that_it_should(nested: bool) -> None:
     model, seen = harmless(), list[str]()
 
     def steps() -> Iterator[float]:
-        with record_casts() as record, autocast("cpu", B16):
+        with record_casts() as record, autocast("cpu", B16, policy=policy):
             with autocast("cpu") if nested else contextlib.nullcontext():
                 loss = model(torch.ones(4, 16)).float().square().mean()
         seen.append(
@@ -117,8 +117,10 @@ def test_each_training_has_the_regions_that_it_should(nested: bool) -> None:
         )
         yield loss.item()
 
-    judged(steps, model, float8_policy(Rule.FLOAT8_ROWWISE), n_steps=1, warm_up=0)
+    policy = float8_policy(Rule.FLOAT8_ROWWISE)
+    judged(steps, model, n_steps=1, warm_up=0)
     assert set(seen) == {"bfloat16 bfloat16", "FLOAT8_ROWWISE FLOAT8_ROWWISE"}
+    policy = None
     seen.clear()
     judged(steps, model, n_steps=1, warm_up=0)
     assert set(seen) == {"", "bfloat16 bfloat16"}  # a disabled region records nothing

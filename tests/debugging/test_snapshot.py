@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -42,3 +43,16 @@ def test_buffers_are_put_back(error: Exception | None) -> None:
     for name, buffer in after.items():
         assert buffer is before[name]
         assert torch.equal(buffer, values[name]), name
+
+
+def test_an_optimizer_that_a_step_makes_is_freed() -> None:
+    """Else a rehearsal would keep the moments of each of its trainings."""
+    model = nn.Linear(2, 2)
+    with TrainingSnapshot(model) as snapshot:
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert snapshot.optimizers == [optimizer]
+        del optimizer
+        gc.collect()
+        assert snapshot.optimizers == []
