@@ -22,7 +22,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "device_type": device.type,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": instruction_set(),
         "cores": os.cpu_count(),
         "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
         "threads": torch.get_num_threads(),
@@ -35,6 +35,14 @@ def describe(device: torch.device) -> dict[str, Any]:
         "dirty": bool(_git("status", "--porcelain", "--", "ampkit", "kernels", "benchmarks", ":!benchmarks/results")),
         "load_at_start": load(),
     }
+
+
+def instruction_set() -> str:
+    """The vector instructions that torch uses on this CPU, and whether it multiplies bfloat16 without emulation."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if torch.cpu._is_amx_tile_supported():
+        return f"{capability}, AMX"
+    return f"{capability}, BF16" if torch.cpu._is_avx512_bf16_supported() else capability
 
 
 def _processor() -> str:

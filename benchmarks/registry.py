@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from benchmarks import debugging, float8, host, kernels, regions, scaling, training, tuning
+from benchmarks import debugging, features, float8, host, kernels, regions, scaling, training, tuning
 from benchmarks.case import Case
 
 
@@ -14,7 +14,7 @@ def every_case() -> list[Case]:
 
     Raises `ValueError` if two cases of a family have one name: results could not be distinguished.
     """
-    modules = (regions, host, scaling, kernels, float8, tuning, training, debugging)
+    modules = (regions, host, scaling, kernels, float8, tuning, training, features, debugging)
     cases: list[Case] = [case for module in modules for case in module.cases()]
     seen: set[tuple[str, str]] = set()
     for case in cases:

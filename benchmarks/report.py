@@ -1,6 +1,6 @@
 """Render a result file as Markdown, a table for each question: `python -m benchmarks.report RESULTS [--page PAGE]`.
 
-`--page` replaces the tables in a page of the documentation, between its two comments.
+`--page` replaces the tables in a page of the documentation, between two comments with the folder's name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from benchmarks.results import Row
 # By family, in the order of the report.
 QUESTIONS = {
     "small": "Steps of small models under a gradient scaler",
-    "width": "Steps of a four-block transformer by width, 4 x 32 tokens, bfloat16, fused AdamW",
+    "width": "Steps of a four-block transformer by width, bfloat16, fused AdamW",
+    "mlp": "Steps of an MLP of four layers by width, bfloat16, fused AdamW",
+    "inference": "Inference in one region, `no_grad`",
     "training": "Training steps",
     "compiled": "Regions and compiled code",
     "accumulation": "Gradient accumulation, eight micro-batches",
+    "features": "Module rules, custom functions, checkpoints, records",
     "scaler": "Loss scaling",
     "operators": "One operator inside an open region, 8 x 8 tensors",
     "regions": "Making, entering and leaving a region",
@@ -33,7 +36,7 @@ QUESTIONS = {
     "debugging": "A training step under debugging tools",
 }
 MOST_SIDES = 8  # that a report shows of a case
-BEGIN, END = "<!-- figures: written by python -m benchmarks.report -->\n", "<!-- end of figures -->"
+BEGIN, END = "<!-- figures: {}, written by python -m benchmarks.report -->\n", "<!-- end of figures -->"
 
 
 def one_line(row: Row) -> str:
@@ -123,8 +126,15 @@ def table(rows: Sequence[Row], cell: Callable[[Row, str], str]) -> str:
     lines = [[cell(row, name) if name in row["sides"] else "" for name in sides] for row in rows]
     if not any(map(any, lines)):
         return ""
-    body = [[row["name"], *cells] for row, cells in zip(rows, lines, strict=True)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (["case", *sides], ["---"] * (len(sides) + 1), *body))
+    body = [[row["name"], _machine(row), *cells] for row, cells in zip(rows, lines, strict=True)]
+    head = ["case", "on", *sides]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
+
+
+def _machine(row: Row) -> str:
+    """What decides how a row compares with another: a CPU's instruction set, or the name of the GPU."""
+    environment = row["environment"]
+    return environment["instructions"] if environment["device_type"] == "cpu" else environment["device"]
 
 
 def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
@@ -180,12 +190,12 @@ def write(path: Path) -> Path:
     return target
 
 
-def put_into(page: Path, rows: Sequence[Row]) -> None:
-    """Replace the tables in a page. Raises `ValueError` if it lacks one of the two comments."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+def put_into(page: Path, rows: Sequence[Row], folder: str) -> None:
+    """Replace the tables of a folder's results in a page. Raises `ValueError` if it lacks one of the two comments."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN.format(folder))
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{page} has no place for figures; expected {BEGIN.strip()!r} and {END!r}")
+        raise ValueError(f"{page} has no place for figures; expected {BEGIN.format(folder).strip()!r} and {END!r}")
     page.write_text("\n".join([before + begin, "\n\n".join(tables(rows, "###")), "", end + after]), encoding="utf-8")
 
 
@@ -198,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(write(options.results))
         if options.page is not None:
-            put_into(options.page, results.load(options.results))
+            put_into(options.page, results.load(options.results), options.results.parent.name)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -28,8 +28,9 @@ class Variant:
     """How a step is put together.
 
     `scaled`: with a gradient scaler, as float16 always has. `run`: "eager", "compiled" (forward and loss, with the
-    region in it, through `torch.compile`), "around" (the region around a model that "aot_eager" has compiled) or
-    "graph" (forward and backward of a micro-batch captured as a CUDA graph; the optimizer steps outside it).
+    region in it, through `torch.compile`), "around" (the region around a model that "aot_eager" has compiled),
+    "inference" (the model's forward alone, without gradients) or "graph" (forward and backward of a micro-batch,
+    captured as a CUDA graph; the optimizer steps outside it).
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -62,9 +63,14 @@ class Trainer:
         drawn = workload.batches(BATCHES * variant.accumulation, generator)
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
         self.region = _region(way, device.type, variant.dtype)
-        # Fused, the fastest of torch's, so that the optimizer does not hide the differences.
-        make = ampkit.optim.AdamW if way == OWN_OPTIMIZER else torch.optim.AdamW
-        self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=workload.lr, fused=True)
+        # torch's is fused, the fastest of its kinds, so that the optimizer does not hide the differences; ampkit's has
+        # its defaults.
+        params = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = (
+            ampkit.optim.AdamW(params, lr=workload.lr)
+            if way == OWN_OPTIMIZER
+            else torch.optim.AdamW(params, lr=workload.lr, fused=True)
+        )
         scaled = (variant.scaled or variant.dtype is torch.float16) and way != FP32
         scaler = ampkit.GradScaler if way.startswith("ampkit") else torch.amp.GradScaler
         self.scaler: Any = scaler(device.type, enabled=scaled, growth_interval=100)
@@ -81,6 +87,11 @@ class Trainer:
 
     def step(self) -> None:
         """One optimizer step over `accumulation` micro-batches. Synchronizes only where the scaler or AdamW does."""
+        if self.variant.run == "inference":
+            with torch.no_grad(), self.region():
+                self.loss = self.model(self.batches[self.steps % BATCHES][0])
+            self.steps += 1
+            return
         count = self.variant.accumulation
         start = self.steps % BATCHES * count
         self.optimizer.zero_grad(set_to_none=self.variant.run != "graph")
@@ -157,8 +168,8 @@ def _region(way: str, device: str, dtype: torch.dtype) -> Region:
 def ways(variant: Variant, device: torch.device) -> list[str]:
     """The ways to train that are compared for a variant on a device."""
     names = [FP32, TORCH, AMPKIT, SAME_LIST]
-    if variant.accumulation > 1 and variant.run == "eager":
+    if variant.run == "inference" or (variant.accumulation > 1 and variant.run == "eager"):
         names.append(KEPT)
-    if variant.clip and device.type == "cuda":
+    if variant.scaled or (variant.clip and device.type == "cuda"):
         names.append(OWN_OPTIMIZER)
     return names

@@ -23,7 +23,7 @@ class Training(Case):
     workload: Callable[[], Workload]
     variant: Variant = field(default_factory=Variant)
     family: str = "training"
-    seconds: float = 3.5
+    seconds: float = 2.5
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         workload = _drawn_once(self.workload())
@@ -42,11 +42,11 @@ class Training(Case):
         def result() -> list[torch.Tensor]:
             while trainer.steps < WARM_UP:
                 trainer.step()
-            return [] if trainer.loss is None else [trainer.loss.float()]
+            return [] if trainer.loss is None else [trainer.loss.float().mean()]
 
         def facts() -> dict[str, Any]:
-            values: dict[str, Any] = {"final_loss": result()[0].item()}
-            if self.variant.run == "eager":
+            values: dict[str, Any] = {} if self.variant.run == "inference" else {"final_loss": result()[0].item()}
+            if self.variant.run in ("eager", "inference"):
                 # Otherwise the step frees gradients whose allocation the profiler may not have seen.
                 trainer.optimizer.zero_grad()
                 values |= counts.peak_and_copies(trainer.step, device)
@@ -60,7 +60,7 @@ class Training(Case):
 
         On a GPU atomic additions may change the order of sums, and clipping rounds once instead of twice.
         """
-        exact = not self.variant.clip and self.variant.run == "eager"
+        exact = not self.variant.clip and self.variant.run in ("eager", "inference")
         losses = {name: side.result()[0] for name, side in sides.items()}
         wanted = losses[TORCH]
         for name in (SAME_LIST, KEPT):
@@ -115,7 +115,7 @@ def small() -> list[Case]:
             variant=variant,
             devices=devices,
             aims=(Aim(AMPKIT, 1.1),),
-            seconds=3.0,
+            seconds=2.5,
         )
         for name, workload, devices in models
         for variant in (Variant(scaled=True), Variant(scaled=True, clip=True))
@@ -170,17 +170,51 @@ def models() -> list[Case]:
 
 
 def widths() -> list[Case]:
-    """The same four-block transformer at growing width, from overhead to arithmetic."""
+    """The same models at growing width, from overhead to arithmetic: a transformer of four blocks, an MLP."""
+    transformers = {32: 1.09, 64: 1.08, 128: 1.04, 256: 1.02, 512: 1.01}
+    mlps = {32: 1.12, 128: 1.10, 256: 1.06, 512: 1.02}
+    all_cases: list[Case] = [
+        Training(
+            name=f"d={width}, 2 x 16 tokens",
+            family="width",
+            aims=(Aim(AMPKIT, limit),),
+            devices=EVERYWHERE if width <= 128 else FAST,
+            workload=lambda width=width: workloads.gpt(width, 4, 2, 16, 256, 2),
+        )
+        for width, limit in transformers.items()
+    ]
+    return all_cases + [
+        Training(
+            name=f"d={width}, 16 rows",
+            family="mlp",
+            aims=(Aim(AMPKIT, limit),),
+            seconds=1.25,
+            devices=EVERYWHERE if width <= 128 else FAST,
+            workload=lambda width=width: workloads.mlp(width),
+        )
+        for width, limit in mlps.items()
+    ]
+
+
+def inference() -> list[Case]:
+    """One forward in one region, without gradients: every weight is cast and used once."""
+    variant = Variant(run="inference")
+    models: tuple[tuple[str, Callable[[], Workload], float, float], ...] = (
+        ("MLP, d=32", lambda: workloads.mlp(32), 1.35, 1.2),
+        ("transformer, d=32", lambda: workloads.gpt(32, 4, 2, 16, 256, 2), 1.28, 1.12),
+        ("transformer, d=256", lambda: workloads.gpt(256, 4, 2, 16, 256, 2), 1.08, 1.0),
+    )
     return [
         Training(
-            name=f"d={width}",
-            family="width",
-            aims=EQUAL if width >= 256 else (),
-            seconds=4.0,
-            devices=EVERYWHERE if width <= 128 else FAST,
-            workload=lambda width=width: workloads.gpt(width, 4, 4, 32, 256, max(2, width // 64)),
+            name=name,
+            family="inference",
+            seconds=2.0,
+            variant=variant,
+            workload=workload,
+            aims=(Aim(AMPKIT, limit), Aim(KEPT, kept)),
+            devices=FAST if "256" in name else EVERYWHERE,
         )
-        for width in (32, 64, 128, 256, 512)
+        for name, workload, limit, kept in models
     ]
 
 
@@ -189,13 +223,14 @@ def accumulation() -> list[Case]:
     variant = Variant(BF16, 8)
     return [
         Training(
-            name=f"d=256, 2 blocks, 1 x 8 tokens, {variant}",
+            name=f"d={width}, {blocks} blocks, 1 x 8 tokens, {variant}",
             family="accumulation",
             variant=variant,
-            seconds=8.0,
-            workload=lambda: workloads.gpt(256, 2, 1, 8, 256, 4),
-            aims=(Aim(KEPT, 0.85),),
+            seconds=seconds,
+            workload=lambda width=width, blocks=blocks: workloads.gpt(width, blocks, 1, 8, 256, 2),
+            aims=(Aim(KEPT, limit),),
         )
+        for width, blocks, limit, seconds in ((32, 4, 1.25, 3.0), (256, 2, 1.0, 5.0))
     ]
 
 
@@ -232,4 +267,4 @@ def large() -> list[Case]:
 
 def cases() -> list[Case]:
     """Every training case."""
-    return small() + compiled() + accumulation() + widths() + models() + large()
+    return small() + compiled() + inference() + accumulation() + widths() + models() + large()

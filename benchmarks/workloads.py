@@ -156,6 +156,22 @@ def gpt(width: int, blocks: int, batch: int, length: int, tokens: int, heads: in
     return Workload(build, _token_batches(tokens, batch, length))
 
 
+def mlp(width: int, batch: int = 16, classes: int = 10) -> Workload:
+    """Four linear layers with GELU and a head, over random rows."""
+
+    def build() -> nn.Module:
+        layers = (module for _ in range(4) for module in (nn.Linear(width, width), nn.GELU()))
+        return nn.Sequential(*layers, nn.Linear(width, classes))
+
+    def draw(count: int, generator: torch.Generator) -> list[Batch]:
+        return [
+            (torch.randn(batch, width, generator=generator), torch.randint(classes, (batch,), generator=generator))
+            for _ in range(count)
+        ]
+
+    return Workload(build, draw)
+
+
 def resnet(width: int, depths: tuple[int, ...], batch: int, size: int, classes: int) -> Workload:
     """A bottleneck ResNet over random images."""
     return Workload(lambda: ResNet(width, depths, classes), _image_batches(size, batch, classes))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ampkit.engine import weight_cache
 from ampkit_kernels.configs import Config
 from benchmarks import float8, host, kernels, registry, report, trainer, training, tuning, workloads
 from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, TORCH_OPERATORS, Case, WrongAnswerError
@@ -31,7 +32,7 @@ def test_a_run_is_a_choice_of_cases() -> None:
     assert sum(case.seconds for case in everyday) <= 130
     assert {case.family for case in everyday} < {case.family for case in registry.every_case()} == set(report.QUESTIONS)
     assert [case.name for case in registry.choose("cuda", ["*/GPT-2*bf16 graph"])] == ["GPT-2 124M, bf16 graph"]
-    with pytest.raises(ValueError, match="families are accumulation, compiled, debugging, float8"):
+    with pytest.raises(ValueError, match="families are accumulation, compiled, debugging, features, float8"):
         registry.choose("cpu", ["nothing"])
 
 
@@ -88,6 +89,7 @@ def spoil(case: Case, sides: dict[str, Any], name: str) -> None:
         (gpt, Variant(BF16, 4)),
         (gpt, Variant(FP16, 2, clip=True)),
         (gpt, Variant(scaled=True)),
+        (gpt, Variant(run="inference")),
         (gpt, Variant(run="around")),
         (gpt, Variant(run="compiled")),
     ],
@@ -98,6 +100,7 @@ def test_every_way_of_training_gets_to_the_same_loss(
     """A cache saves all but one of the casts of the 17 weights and biases in torch's list: counted in a step."""
     compile_ = torch.compile  # to generate code takes minutes
     monkeypatch.setattr(torch, "compile", lambda model, backend="": compile_(model, backend="eager"))
+    monkeypatch.setattr(weight_cache, "SMALLEST_CONNECTED", 0)  # else a `WeightCache` casts small weights again
     case = training.Training(name="tiny", variant=variant, workload=workload)
     sides = case.sides(CPU)
     case.check(sides)
