@@ -31,6 +31,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ampkit")
 
 
+@pytest.fixture
+def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `WeightCache` keeps casts of weights of any size where autograd records: as a rule, only of large ones."""
+    monkeypatch.setattr("ampkit.engine.weight_cache.SMALLEST_CONNECTED", 0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` on machines without a CUDA device."""
     if HAS_CUDA:

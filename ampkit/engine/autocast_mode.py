@@ -74,9 +74,11 @@ class AutocastMode(TorchDispatchMode):
         self.policies = policies
         self.policy = policies[0][1] if len(policies) == 1 else None  # regions compare it by identity
         self.cache = cache
+        self.states: dict[Any, Any] = {}  # of forwards under `custom_fwd`: `region/custom_function`
         self.open = True
         self.changes = register_changes()
         self.lookup = None if cache is None else cache.cast
+        self.weights = casting.without_cache if cache is None else cache.weights_outside_transforms
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
         # Transforms of `torch.func` decompose some operators. torch's list applies after them, as in torch.amp;
         # ampkit's applies before them, so that `vmap` over models equals the loop over models.

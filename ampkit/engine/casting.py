@@ -96,6 +96,11 @@ def cast_to(device_type: str, dtype: torch.dtype) -> Cast:
     return Cast(device_type, dtype)
 
 
+def without_cache(device_type: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """`RegionCache.weights` of a region without a cache."""
+    return cast_to(device_type, dtype).tensor
+
+
 def is_eligible(argument: Any, device_type: str) -> bool:
     """Whether an argument is a tensor that autocast for `device_type` may cast."""
     return isinstance(argument, Tensor) and argument.dtype in _ELIGIBLE and argument.device.type == device_type

@@ -2,52 +2,49 @@
 
 `source` writes it from the templates below. The handler of `aten::linear` under LOWER is this function:
 
->>> print(source(torch.ops.aten.linear.default, Rule.LOWER))
-def linear(_keys, input, weight, bias=None):
+>>> print(source(torch.ops.aten.linear.default, Rule.LOWER, in_torch=True))
+def linear(_mode, _keys, input, weight, bias=None):
     if (_level() is not None or type(input) not in _PLAIN_TENSORS or type(weight) not in _PLAIN_TENSORS
             or (bias is not None and type(bias) not in _PLAIN_TENSORS)):
-        return _general(_keys, input, weight, bias)
-    if _is_excluded(_AUTOCAST):
-        try:
-            _set_excluded(_KEY, True)
-            return _operator(input, weight, bias)
-        finally:
-            _set_excluded(_KEY, False)
-    _dtype, _cast_weight = _dtype_of(_DEVICE), None
-    if bias is not None and bias.dtype is not _dtype:
-        if type(bias) is _Parameter:
-            _cast_weight = _cast_weight or _weights(_dtype)
-            bias = _cast_weight(bias)
-        else:
-            bias = _cast_to(_dtype)(bias)
-    if weight.dtype is not _dtype:
-        if type(weight) is _Parameter:
-            _cast_weight = _cast_weight or _weights(_dtype)
-            weight = _cast_weight(weight)
-        else:
-            weight = _cast_to(_dtype)(weight)
-    if input.dtype is not _dtype:
-        if type(input) is _Parameter:
-            _cast_weight = _cast_weight or _weights(_dtype)
-            input = _cast_weight(input)
-        else:
-            input = _cast_to(_dtype)(input)
+        return _general(_mode, _keys, input, weight, bias)
+    _of_input = input.dtype
+    _of_weight = weight.dtype
+    _of_bias = None if bias is None else bias.dtype
+    if (_of_input is _float32 or _of_weight is _float32 or _of_bias is _float32) and not _is_excluded(_AUTOCAST):
+        _dtype, _cast_weight = _dtype_of(_DEVICE), None
+        if bias is not None and _of_bias is not _dtype:
+            if type(bias) is _Parameter:
+                _cast_weight = _cast_weight or _mode.weights(_DEVICE, _dtype)
+                bias = _cast_weight(bias)
+            else:
+                bias = _cast_to(_dtype)(_mode, bias)
+        if _of_weight is not _dtype:
+            if type(weight) is _Parameter:
+                _cast_weight = _cast_weight or _mode.weights(_DEVICE, _dtype)
+                weight = _cast_weight(weight)
+            else:
+                weight = _cast_to(_dtype)(_mode, weight)
+        if _of_input is not _dtype:
+            if type(input) is _Parameter:
+                _cast_weight = _cast_weight or _mode.weights(_DEVICE, _dtype)
+                input = _cast_weight(input)
+            else:
+                input = _cast_to(_dtype)(_mode, input)
     try:
         _set_excluded(_KEY, True)
-        _set_excluded(_AUTOCAST, True)
         return _operator(input, weight, bias)
     finally:
-        try:
-            _set_excluded(_KEY, False)
-        finally:
-            _set_excluded(_AUTOCAST, False)
+        _set_excluded(_KEY, False)
 
 - Tensor subclasses, numbers in the place of tensors and transforms of `torch.func` (`_level`) take the general handler.
   Operators with an unusual schema or rule have no other.
 - torch excludes its own autocast key, `_AUTOCAST`, where autocast is disabled: nothing is cast.
-- `_weights` returns the function of the region's weight cache that casts parameters (`weight_cache._Casts.find`);
+- `_mode.weights` returns the function of the region's weight cache that casts parameters (`weight_cache._Casts.find`);
   `_cast_to` that for other tensors, made by `_casts_on`.
-- `_operator` is torch's `linear`. Neither the region's key, `_KEY`, nor torch's autocast sees it and its parts again.
+- `_operator` is torch's `linear`. The region's key, `_KEY`, is excluded, so it and its parts do not come here again.
+- `in_torch`: torch's autocast has a kernel for the operator with the same rule. It runs next and finds nothing to cast,
+  or casts one 16-bit dtype to the other, which no cache keeps. For other operators the handler asks at every call
+  whether autocast is on, and excludes torch's key too, or the operator's parts would be cast.
 
 A handler holds no state of a region: whether autocast is on, its dtype and its cache are read at each call. So all
 modes with the same rules share handlers.
@@ -57,7 +54,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,11 +65,12 @@ from torch.nn import Parameter
 from ampkit.engine.casting import cast_to
 from ampkit.engine.registration import GENERAL_HANDLERS, OPERATORS, Handler
 from ampkit.engine.signatures import LIST, OPTIONAL, TENSOR, Signature, defined, signature_of
+from ampkit.policy.op_table import TORCH, fold
 from ampkit.policy.policy import RuleTable
 from ampkit.policy.rules import Rule
-from ampkit.torch_internals.dispatcher import TLS_NAME, autocast_key, get_in_tls, is_excluded, set_excluded
+from ampkit.torch_internals.dispatcher import AUTOCAST_KEYS, autocast_key, has_kernel, is_excluded, set_excluded
 from ampkit.torch_internals.dynamo import dynamo_skip
-from ampkit.torch_internals.operators import OpOverload, dtype_overload, python_binding
+from ampkit.torch_internals.operators import OpOverload, dtype_overload, listed_as, python_binding
 from ampkit.torch_internals.transforms import functorch_level
 
 __all__ = ["BOUND_NAMES", "handlers_for", "source"]
@@ -80,16 +79,29 @@ __all__ = ["BOUND_NAMES", "handlers_for", "source"]
 GENERATE = os.environ.get("AMPKIT_GENERAL_HANDLERS", "0") != "1"
 
 # The keys are excluded inside the `try`, since Ctrl-C may come right after either call.
-_HANDLER = """\
-def {s.name}(_keys, {s.params}):
+_HEAD = """\
+def {s.name}(_mode, _keys, {s.params}):
     if (_level() is not None{unusual}):
-        return _general(_keys, {s.call})
+        return _general(_mode, _keys, {s.call})
+"""
+_IN_TORCH = """\
+{dtypes}\
+    if {condition} and not _is_excluded(_AUTOCAST):
+{body}\
+    try:
+        _set_excluded(_KEY, True)
+        return _operator({s.call})
+    finally:
+        _set_excluded(_KEY, False)
+"""
+_NOT_IN_TORCH = """\
     if _is_excluded(_AUTOCAST):
         try:
             _set_excluded(_KEY, True)
             return _operator({s.call})
         finally:
             _set_excluded(_KEY, False)
+{dtypes}\
 {body}\
     try:
         _set_excluded(_KEY, True)
@@ -106,22 +118,26 @@ _UNUSUAL = {
     OPTIONAL: " or ({0} is not None and type({0}) not in _PLAIN_TENSORS)",
     LIST: " or not _PLAIN_TENSORS.issuperset(map(type, {0}))",
 }
+_DTYPE = {
+    TENSOR: "    _of_{0} = {0}.dtype\n",
+    OPTIONAL: "    _of_{0} = None if {0} is None else {0}.dtype\n",
+}
 _LOWER = """\
-    if {is_given}{tensor}.dtype is not _dtype:
+    if {is_given}_of_{tensor} is not _dtype:
         if type({tensor}) is _Parameter:
-            _cast_weight = _cast_weight or _weights(_dtype)
+            _cast_weight = _cast_weight or _mode.weights(_DEVICE, _dtype)
             {tensor} = _cast_weight({tensor})
         else:
-            {tensor} = _cast_to(_dtype)({tensor})
+            {tensor} = _cast_to(_dtype)(_mode, {tensor})
 """
 _FLOAT32 = """\
-    if {is_given}{tensor}.dtype is not _float32:
+    if {is_given}_of_{tensor} is not _float32:
         {tensor} = _cast_up({tensor})
 """
 _PROMOTE = """\
     _dtypes = {{_tensor.dtype for _tensor in ({tensors},)}}
     if len(_dtypes) != 1 or (_dtypes != {{_float32}} and _dtype_of(_DEVICE) is _float32):
-        return _general(_keys, {s.call})
+        return _general(_mode, _keys, {s.call})
 """
 _DTYPE_ARGUMENT = """\
     if {requested} is None and _eligible({tensor}):
@@ -181,14 +197,34 @@ def _callable(op: OpOverload) -> Callable[..., Any]:
 
 
 @functools.cache
-def source(op: OpOverload, rule: Rule) -> str | None:
-    """The Python source of the handler that follows `rule` for `op`; None where the general handler is used."""
+def source(op: OpOverload, rule: Rule, *, in_torch: bool) -> str | None:
+    """The Python source of the handler that follows `rule` for `op`; None where the general handler is used.
+
+    `in_torch`: whether torch's autocast has a kernel for `op` that follows the same rule.
+    """
     signature = signature_of(op)
     body = None if signature is None else _body(op, rule, signature)
     if signature is None or body is None:
         return None
     unusual = "".join(_UNUSUAL[kind].format(name) for name, kind in signature.tensors)
-    return _HANDLER.format(s=signature, unusual=unusual, body=body)
+    dtypes, condition = "", ""
+    if rule in (Rule.LOWER, Rule.FLOAT32):
+        dtypes = "".join(_DTYPE[kind].format(name) for name, kind in signature.tensors)
+        condition = _condition(rule, signature)
+    head, rest = _HEAD.format(s=signature, unusual=unusual), _NOT_IN_TORCH
+    if in_torch and condition:
+        rest, body = _IN_TORCH, textwrap.indent(body, "    ")
+    return head + rest.format(s=signature, dtypes=dtypes, condition=condition, body=body)
+
+
+def _condition(rule: Rule, s: Signature) -> str:
+    """Whether there is anything to cast that torch's kernel shall not: float32 tensors, whose casts are cached."""
+    if rule is Rule.LOWER:
+        tests = [f"_of_{name} is _float32" for name, _ in s.tensors]
+    else:
+        given = {TENSOR: "", OPTIONAL: "{0} is not None and "}
+        tests = [f"{given[kind].format(name)}_of_{name} is not _float32" for name, kind in s.tensors]
+    return f"({' or '.join(tests)})" if len(tests) > 1 else tests[0]
 
 
 def _body(op: OpOverload, rule: Rule, s: Signature) -> str | None:
@@ -235,15 +271,14 @@ class _GeneratedHandlers(dict[str, Handler]):
     def __init__(self, device_type: str, table: RuleTable, key: Any) -> None:
         super().__init__()
         to_float32 = cast_to(device_type, torch.float32)
-        weights = _weights_on(device_type)
+        self.device_type = device_type
         self.rules = {op.name(): rule for op, rule in table.items()}
         self.variables: dict[str, Any] = {
             "_is_excluded": is_excluded,
             "_set_excluded": set_excluded,
             "_level": functorch_level,
             "_dtype_of": torch.get_autocast_dtype,
-            "_weights": weights,
-            "_cast_to": _casts_on(device_type, weights),
+            "_cast_to": _casts_on(device_type),
             "_cast_up": to_float32.tensor,
             "_eligible": to_float32.eligible,
             "_float32": torch.float32,
@@ -257,7 +292,8 @@ class _GeneratedHandlers(dict[str, Handler]):
     def __missing__(self, name: str) -> Handler:
         op, general, rule = OPERATORS[name], GENERAL_HANDLERS[name], self.rules.get(name)
         signature = signature_of(op)
-        text = None if rule is None else source(op, rule)
+        in_torch = rule is not None and _rules_in_torch(self.device_type).get(op) is rule
+        text = None if rule is None else source(op, rule, in_torch=in_torch)
         if rule is None or signature is None or text is None:
             self[name] = general
         else:
@@ -267,29 +303,26 @@ class _GeneratedHandlers(dict[str, Handler]):
         return self[name]
 
 
-def _weights_on(device_type: str) -> Callable[[torch.dtype], Callable[[Tensor], Tensor]]:
-    def weights(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """The function that casts weights to `dtype` in the open region."""
-        cache = get_in_tls(TLS_NAME).cache
-        return cast_to(device_type, dtype).tensor if cache is None else cache.weights(device_type, dtype)
+@functools.cache
+def _rules_in_torch(device_type: str) -> Mapping[OpOverload, Rule]:
+    """The rules that kernels of torch's own autocast follow, whatever `register_op` and other libraries add."""
+    kind = listed_as(device_type)
+    listed = fold(TORCH.get(kind, ()))
+    return {op: rule for op, (rule, _) in listed.items() if has_kernel(op.name(), AUTOCAST_KEYS[kind])}
 
-    return weights
 
-
-def _casts_on(
-    device_type: str, weights: Callable[[torch.dtype], Callable[[Tensor], Tensor]]
-) -> Callable[[torch.dtype], Callable[[Tensor], Tensor]]:
+def _casts_on(device_type: str) -> Callable[[torch.dtype], Callable[[Any, Tensor], Tensor]]:
     @functools.cache
-    def casts(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def casts(dtype: torch.dtype) -> Callable[[Any, Tensor], Tensor]:
         """The function that casts tensors other than parameters to `dtype`."""
         to_dtype = cast_to(device_type, dtype)
         castable, on_device, convert = to_dtype.castable, to_dtype.on_device, to_dtype.convert
 
-        def cast(tensor: Tensor) -> Tensor:
+        def cast(mode: Any, tensor: Tensor) -> Tensor:
             if tensor.dtype not in castable or not on_device(tensor):
                 return tensor
             if tensor.is_leaf and tensor.requires_grad:
-                return weights(dtype)(tensor)
+                return mode.weights(device_type, dtype)(tensor)
             return convert(tensor)
 
         return cast

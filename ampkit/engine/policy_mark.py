@@ -118,7 +118,9 @@ def write(mark: Mark) -> None:
         for device in MARK_DEVICES[len(mark) : len(before)]:
             _set_enabled(device, False)
         for device, digit in mark:
-            _set_dtype(device, digit)
+            if thread.digits.get(device) is not digit:
+                _set_dtype(device, digit)
+                thread.digits[device] = digit
             _set_enabled(device, True)
     except BaseException:  # from a signal handler; leaving the region then clears the digits of both marks
         thread.mark = before + mark

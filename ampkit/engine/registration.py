@@ -121,7 +121,8 @@ def _prepare() -> None:
 
 _ENTRY = """\
 def entry(_keys, {s.params}):
-    return _mode({tls!r}).handlers[_name](_keys, {s.call})
+    _mode = _get_mode({tls!r})
+    return _mode.handlers[_name](_mode, _keys, {s.call})
 """
 
 
@@ -129,9 +130,10 @@ def _entry(op: OpOverload) -> Handler:
     """The function registered for `op`: it calls the handler that the thread's mode has for it."""
     signature = signature_of(op)
     if signature is None:
-        return GENERAL_HANDLERS[op.name()]  # every mode has this handler for it
+        general = GENERAL_HANDLERS[op.name()]  # every mode has this handler for it
+        return dynamo_skip(lambda keys, *args, **kwargs: general(get_in_tls(TLS_NAME), keys, *args, **kwargs))
     text = _ENTRY.format(s=signature, tls=TLS_NAME)
-    return dynamo_skip(defined("entry", text, "<ampkit dispatch>", {"_mode": get_in_tls, "_name": op.name()}))
+    return dynamo_skip(defined("entry", text, "<ampkit dispatch>", {"_get_mode": get_in_tls, "_name": op.name()}))
 
 
 def _general(op: OpOverload) -> Handler:
@@ -140,8 +142,7 @@ def _general(op: OpOverload) -> Handler:
     ahead, refuses_numbers = keys_ahead(op), not takes_numbers(op)
 
     @dynamo_skip
-    def handler(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = get_in_tls(TLS_NAME)
+    def handler(mode: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if refuses_numbers or functorch_level() is not None:
             args = _with_tensors(args, _numbers(args, positions))
         if refuses_numbers:  # in traced code torch treats some tensors as numbers, also without a tensor beside them

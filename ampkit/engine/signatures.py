@@ -6,7 +6,6 @@ import functools
 import keyword
 import linecache
 from collections.abc import Callable, Mapping
-from types import CodeType
 from typing import Any, NamedTuple
 
 from ampkit.torch_internals.operators import OpOverload
@@ -77,14 +76,10 @@ def _identifier(name: str) -> str:
 def defined(name: str, text: str, filename: str, variables: Mapping[str, Any]) -> Callable[..., Any]:
     """Run a source text with `variables` as globals, and return the function of this name that it defines.
 
-    Tracebacks show its lines as lines of a file called `filename`.
+    Tracebacks show its lines as lines of a file called `filename`. Each function has code of its own: the interpreter
+    caches look-ups of globals in the code, and functions with other globals would miss at every one.
     """
     namespace = dict(variables)
-    exec(_code(text, filename), namespace)
-    return namespace[name]
-
-
-@functools.cache
-def _code(text: str, filename: str) -> CodeType:
     linecache.cache[filename] = len(text), None, text.splitlines(keepends=True), filename
-    return compile(text, filename, "exec")
+    exec(compile(text, filename, "exec"), namespace)
+    return namespace[name]

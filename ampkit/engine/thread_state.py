@@ -15,6 +15,7 @@ class ThreadState(threading.local):
         self.regions: list[Any] = []  # the open regions' entries, outermost first: `region/stack`
         self.cache: Any = None  # for regions that were given no cache; empty while no region is open
         self.mark: tuple[tuple[str, torch.dtype], ...] = ()  # the policy mark that is set: `policy_mark`
+        self.digits: dict[str, torch.dtype] = {}  # of the mark that was set last, which torch keeps
         self.module_lookup: Any = None  # of the innermost region with module rules: `region/module_hooks`
         self.modules: list[Any] = []  # the bound modules that run, each with the number of regions around it
         self.reused: list[Any] = []  # casts that the current call took from a cache, while calls are recorded

@@ -9,7 +9,8 @@
 - the optimizer steps: none since the cast, whatever it writes (`optimizer_steps`);
 - whether the weight requires grad: if that has changed, the cast's autograd history changes too (`_reconnect`).
 
-`_CachedCast.survives` compares, when a `WeightCache` is asked for the cast in a later region, and when a region ends:
+`_CachedCast.survives` compares, when a `WeightCache` is asked for the cast in a later region, and, but for the layout,
+when a region ends:
 
 - the layout: the same shape and strides, and no read of the parameter's `.data` since. Writes through it increment no
   version counter: so adapters are merged (`p.data += ...`) and averages loaded (`p.data.copy_(...)`);
@@ -24,10 +25,10 @@ operators, in the capture of another CUDA graph.
 leaves that require grad, outside inference mode. `WeightCache` is made by the user and keeps casts from one region to
 the next, also those of frozen parameters and in inference mode.
 
-Casts are made with grad mode on and inference mode off, so one cast is used in `no_grad`, `inference_mode` and
-training alike, and gradients flow. Between regions a `WeightCache` keeps only the values of a cast. Its autograd
-history would keep the parameter alive; and backward would run the history of an earlier micro-batch last, so that all
-gradients would stay in memory until then. The next use records a new history.
+A cast that is made under `no_grad` or in inference mode has no autograd history. Where autograd records later, a region
+casts the weight again, and a `WeightCache` connects the kept cast to a large weight (`_reconnect`). Between regions a
+`WeightCache` keeps only the values of a cast. Its autograd history would keep the parameter alive; and backward would
+run the history of an earlier micro-batch last, so that all gradients would stay in memory until then.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ __all__ = ["CacheInfo", "RegionCache", "WeightCache"]
 
 # Called for every operator with a weight: looking them up in torch's modules would take longer than the calls.
 _cache_enabled = torch.is_autocast_cache_enabled
-_inference_mode = torch.is_inference_mode_enabled
+_inference_mode, _grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
+
+# Elements of a weight from which a `WeightCache` connects a kept cast to it, where autograd records. On a CPU, forward
+# and backward of both take as long at 65,536 elements (docs/performance.md).
+SMALLEST_CONNECTED = 1 << 16
 
 
 class CacheInfo(NamedTuple):
@@ -75,35 +80,50 @@ class CacheInfo(NamedTuple):
 class _CachedCast:
     """The cast of a weight, and the facts about the weight that later uses compare: see the module's docstring."""
 
-    __slots__ = ("address", "cast", "collectives", "generation", "layout", "region", "storage", "version", "weight")
+    __slots__ = (
+        "address",
+        "cast",
+        "collectives",
+        "generation",
+        "has_history",
+        "layout",
+        "region",
+        "storage",
+        "version",
+        "weight",
+    )
 
     cast: Tensor
+    has_history: bool  # whether the cast requires grad
     layout: tuple[Any, Any] | None  # None if the cast must not be used in another region
     collectives: Any
 
-    def __init__(self, weight: Tensor, casts: _Casts) -> None:
+    def __init__(self, weight: Tensor, region: int) -> None:
         """Raises `RuntimeError` for a weight without a version or an address of its own."""
-        self.generation = current_generation()
+        self.generation = observed.generation or current_generation()
         self.version = weight._version
-        self.region = casts.region
-        self.address = self.storage = self.layout = self.collectives = None
+        self.region = region
+        self.address = self.storage = self.layout = None
         self.weight = weakref.ref(weight)
-        if (type(weight) is Parameter or type(weight) is Tensor) and not is_wrapped(weight):
+        kind = type(weight)
+        if (kind is Parameter or kind is Tensor) and (functorch_level() is None or not is_wrapped(weight)):
             self.address = weight.data_ptr()
             self.storage = weakref.ref(weight.untyped_storage())
-        if casts.across_regions:
-            self.collectives = n_collectives()
-            if owns_its_memory(weight):  # else an alias may write in this region, and be gone before the next
-                self.layout = _layout(weight)
 
-    def survives(self, weight: Tensor) -> bool:
-        """Whether another region may use the cast: no write can have gone unseen between the two."""
+    def keep(self, weight: Tensor) -> None:
+        """Note what other regions compare."""
+        self.collectives = n_collectives()
+        if owns_its_memory(weight):  # else an alias may write in this region, and be gone before the next
+            self.layout = _layout(weight)
+
+    def survives(self, weight: Tensor, collectives: Any) -> bool:
+        """Whether another region may use the cast: no write can have gone unseen. Its first use compares the layout."""
         return (
-            _layout(weight) == self.layout
+            self.layout is not None
             and not observed.captured
             and owns_its_memory(weight)
-            and self.collectives is not None
-            and self.collectives == n_collectives()
+            and collectives is not None
+            and self.collectives == collectives
         )
 
 
@@ -132,7 +152,7 @@ class _Casts(dict[int, _CachedCast]):
             and (cached.storage is None or (cached.address == weight.data_ptr() and cached.storage() is not None))
             and cached.generation is observed.generation
             and (cached.region == self.region or self._use_in_this_region(cached, weight))
-            and (cached.cast.requires_grad is weight.requires_grad or self._reconnect(cached, weight))
+            and (cached.has_history is weight.requires_grad or not _grad_enabled() or self._reconnect(cached, weight))
         ):
             self.hits += 1
             return cached.cast
@@ -140,7 +160,7 @@ class _Casts(dict[int, _CachedCast]):
 
     def _use_in_this_region(self, cached: _CachedCast, weight: Tensor) -> bool:
         """Whether a cast of an earlier region is still right; if so, this region does not ask again."""
-        if not cached.survives(weight):
+        if not cached.survives(weight, n_collectives()) or cached.layout != _layout(weight):
             return False
         cached.region = self.region
         return True
@@ -151,24 +171,31 @@ class _Casts(dict[int, _CachedCast]):
         A cast that was kept without a history gets one where autograd records; a frozen weight's cast loses it.
         """
         if not weight.requires_grad:
-            cached.cast = cached.cast.detach()
+            cached.cast, cached.has_history = cached.cast.detach(), False
             return self._is_cacheable(weight)
-        if torch.is_grad_enabled() and not _inference_mode():
-            if functorch_level() is not None:  # a transform of `torch.func` refuses what `connected` records
-                return False
-            cached.cast = connected(weight, cached.cast)
+        if _inference_mode():
+            return True
+        # A transform of `torch.func` refuses what `connected` records.
+        if not self._keeps(weight) or functorch_level() is not None:
+            return False
+        cached.cast, cached.has_history = connected(weight, cached.cast), True
         return True
 
-    def _is_cacheable(self, weight: Tensor) -> bool:
-        """Whether casts of a weight are cached: never those of views and inputs.
+    def _keeps(self, weight: Tensor) -> bool:
+        """Whether another region shall use the cast that is made now.
 
-        Nor of tensors made in inference mode: they have no version counter, so a write to them could not be seen.
+        Not of a small weight where autograd records: to cast it again is faster than to connect a kept cast.
         """
+        return self.across_regions and (
+            not _grad_enabled() or not weight.requires_grad or weight.numel() >= SMALLEST_CONNECTED or _inference_mode()
+        )
+
+    def _is_cacheable(self, weight: Tensor) -> bool:
+        """Whether casts of a weight are cached: never those of views and inputs."""
         if (
             weight.dtype not in self.dtypes
             or not weight.is_leaf
             or weight._is_view()
-            or weight.is_inference()
             or not self.caster.on_device(weight)
         ):
             return False
@@ -185,16 +212,22 @@ class _Casts(dict[int, _CachedCast]):
         if not self._is_cacheable(weight):
             self.pop(id(weight), None)  # an invalid cast must not become valid again
             return self.caster.tensor(weight)
+        if not self.across_regions and _inference_mode():  # a tensor of inference mode is of no use after it
+            self.pop(id(weight), None)
+            return self.caster.tensor(weight)
         try:
-            cached = _CachedCast(weight, self)  # before the cast: a write meanwhile invalidates it
-        except RuntimeError:  # sparse memory, which shows no writes
+            cached = _CachedCast(weight, self.region)  # before the cast: a write meanwhile invalidates it
+        except RuntimeError:  # of inference mode or with sparse memory, which show no writes
             return self.caster.tensor(weight)
         self.misses += 1
-        if torch.is_grad_enabled() and not _inference_mode():
-            cached.cast = self.convert(weight)
-        else:
-            with torch.inference_mode(False), torch.enable_grad():
+        if self._keeps(weight):
+            cached.keep(weight)
+        if _inference_mode():
+            with torch.inference_mode(False):
                 cached.cast = self.convert(weight)
+        else:
+            cached.cast = self.convert(weight)
+        cached.has_history = cached.cast.requires_grad
         self[id(weight)] = cached
         return cached.cast
 
@@ -220,12 +253,17 @@ class _Casts(dict[int, _CachedCast]):
 
     def end_region(self) -> None:
         """Keep the values of casts that another region may use, without their history, and drop the others."""
+        collectives = n_collectives()
         for key, cached in list(self.items()):
             weight = cached.weight()
-            if weight is None or cached.generation is not observed.generation or not cached.survives(weight):
+            if (
+                weight is None
+                or cached.generation is not observed.generation
+                or not cached.survives(weight, collectives)
+            ):
                 self.pop(key, None)
-            elif cached.cast.requires_grad:
-                cached.cast = cached.cast.detach()
+            elif cached.has_history:
+                cached.cast, cached.has_history = cached.cast.detach(), False
 
 
 class _Float8Forms(_Casts):
@@ -235,6 +273,9 @@ class _Float8Forms(_Casts):
 
     def _reconnect(self, cached: _CachedCast, weight: Tensor) -> bool:
         return True
+
+    def _keeps(self, weight: Tensor) -> bool:
+        return self.across_regions
 
 
 class RegionCache:
@@ -262,13 +303,17 @@ class RegionCache:
             device_type: the device type of the weights.
             dtype: what to cast to; a dtype, or a `WeightForm` of `float8_products`.
         """
+        if functorch_level() is not None and transforms():
+            return _caster(device_type, dtype).tensor
+        return self.weights_outside_transforms(device_type, dtype)
+
+    def weights_outside_transforms(self, device_type: str, dtype: Any) -> Callable[[Tensor], Any]:
+        """`weights`, for a caller that knows that no transform of `torch.func` is active."""
         if (
             not _cache_enabled()  # a `torch.autocast` region inside ours disables it
             or (n_dispatch_modes() != 0 and not only_observed())  # traced, recorded or made of fake tensors
             or tracing_state() is not None
-            or (functorch_level() is not None and transforms())
             or (device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)  # casts belong to one graph
-            or (_inference_mode() and not self.across_regions)
         ):
             return _caster(device_type, dtype).tensor
         key = device_type, dtype
@@ -297,10 +342,12 @@ class RegionCache:
 class WeightCache(RegionCache):
     """A cache that keeps weight casts across regions until an optimizer steps: `autocast(cache=...)`.
 
-    With gradient accumulation each weight is then cast once per optimizer step instead of once per micro-batch, in
-    `generate()` once instead of once per token. Any step of any optimizer invalidates all casts. Holds 2 bytes per
-    element of the weights that regions have used, and no reference to a parameter once the region is left. May be
-    shared between threads; copies and pickles start empty. Never synchronizes with the device.
+    With gradient accumulation each large weight is then cast once per optimizer step instead of once per micro-batch,
+    in `generate()` every weight once instead of once per token. Where autograd records, weights of fewer than 65,536
+    elements are cast in each region, which is faster than to connect a kept cast to the weight. Any step of any
+    optimizer invalidates all casts. Holds 2 bytes per element of the weights that regions have used, and no reference
+    to a parameter once the region is left. May be shared between threads; copies and pickles start empty. Never
+    synchronizes with the device.
 
     Some writes to a weight no cache can see. Call `clear()` after
 

@@ -35,7 +35,7 @@ __all__ = ["NONE", "BoundRule", "ModuleCheck", "ModuleRules", "describe", "match
 
 _CLASS = "class "  # begins a key that names a module class: "class package.module:Name"
 _IN_CONTAINER = 1000  # added to the rank of a container's rule for the modules in it; more than any rank
-_IDENTITIES = "_ampkit_identities"
+IDENTITIES = "_ampkit_identities"
 _modules: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()  # by their own identities
 _lock = renewed_lock(__name__, "_lock")
 
@@ -46,12 +46,12 @@ def identity(module: Module) -> str:
     A copy gets one of its own, before its original's, and follows its original's rules where it has none itself.
     """
     with _lock:
-        known = vars(module).get(_IDENTITIES, ())
+        known = vars(module).get(IDENTITIES, ())
         if known and _modules.get(known[0]) is module:
             return known[0]
         own = uuid.uuid4().hex
         _modules[own] = module
-        vars(module)[_IDENTITIES] = (own, *known)
+        vars(module)[IDENTITIES] = (own, *known)
         return own
 
 
@@ -111,7 +111,7 @@ class ModuleRules:
 
     def find(self, module: Module) -> Any:
         """The value of a module's rule; None if no rule binds the module or its original."""
-        for known in vars(module).get(_IDENTITIES, ()):
+        for known in vars(module).get(IDENTITIES, ()):
             if known in self._values:
                 return self._values[known]
         return None
@@ -129,7 +129,7 @@ class ModuleRules:
         """Whether a module has the class of a bound model, not one of torch's, and is neither the model nor a copy."""
         if type(module) not in self._classes:
             return False
-        return not any(rule.model in vars(module).get(_IDENTITIES, ()) for rule in self.rules)
+        return not any(rule.model in vars(module).get(IDENTITIES, ()) for rule in self.rules)
 
     def extended(self, model: Module, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
         """These rules and those of `items`, keys and values, bound to modules of a model.

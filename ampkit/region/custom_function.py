@@ -73,7 +73,7 @@ def custom_fwd(
             if tracing():
                 ctx[0]._ampkit_state = body_enabled, dtype, _policy_text(kind)
             else:
-                ctx[0]._ampkit_state = RegionSpec(kind, dtype, body_enabled, True, _open_policy(kind))
+                ctx[0]._ampkit_state = _state(kind, dtype, body_enabled)
         if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)
         with autocast(kind, enabled=False):
@@ -118,7 +118,9 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
                 "setup_context where there is one"
             )
         if isinstance(state, RegionSpec):
-            with autocast._of(state._replace(cache_enabled=torch.is_autocast_cache_enabled())):
+            if state.cache_enabled is not torch.is_autocast_cache_enabled():
+                state = state._replace(cache_enabled=not state.cache_enabled)
+            with autocast._of(state):
                 return bwd(*args, **kwargs)
         enabled, dtype, policy_text = state  # saved by a forward in the same trace
         traced.enter_by_constants(kind, dtype, enabled, torch.is_autocast_cache_enabled(), policy_text)
@@ -128,6 +130,20 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             traced.leave_region()
 
     return decorated
+
+
+_outside: dict[Any, RegionSpec] = {}  # states of forwards outside regions
+
+
+def _state(kind: str, dtype: torch.dtype, enabled: bool) -> RegionSpec:
+    """The region that a backward shall run in, made once for each mode and autocast state."""
+    mode = current()
+    states = _outside if mode is None else mode.states
+    key = kind, dtype, enabled
+    state = states.get(key)
+    if state is None:
+        state = states[key] = RegionSpec(kind, dtype, enabled, True, _open_policy(kind))
+    return state
 
 
 @called_while_tracing

@@ -19,7 +19,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.engine.thread_state import thread
-from ampkit.policy.module_rules import BoundRule, ModuleRules
+from ampkit.policy.module_rules import IDENTITIES, BoundRule, ModuleRules
 from ampkit.region import traced
 from ampkit.region.module_regions import cast_inputs, is_active, region_for, rules_of
 from ampkit.region.stack import Entry, leave_down_to, push
@@ -132,6 +132,8 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if module._modules:
         lookup.ran_a_model = True
         lookup.ran_another |= lookup.rules.is_another_model(module)
+    if IDENTITIES not in module.__dict__:  # no policy binds it
+        return None
     rules = list(rules_of(module))
     # A call of a module by itself is noted without regions, so that `after_forward` pairs each call with its end.
     if not rules and not any(running is module for running, _ in thread.modules):
@@ -151,6 +153,8 @@ def after_forward(module: Module, args: Any, output: Any) -> None:
     """Global forward hook, also called when the forward raises: leave the regions that `before_forward` entered."""
     if tracing():
         traced.after_forward_in_trace(module)
+        return
+    if IDENTITIES not in module.__dict__:
         return
     calls = thread.modules
     if not any(running is module for running, _ in calls):

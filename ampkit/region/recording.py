@@ -27,7 +27,7 @@ from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
-from ampkit.policy.policy import Policy
+from ampkit.policy.policy import Explanation, Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.torch_internals.dispatcher import Exclude
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
@@ -110,6 +110,7 @@ class _RecordingMode(AutocastMode):
         super().__init__(policies, cache)
         self.handlers = GENERAL_HANDLERS
         self.record = record
+        self.explanations: dict[tuple[str, OpOverload], Explanation] = {}
         if cache is not None:
             self.lookup = functools.partial(_cached_cast, cache)
 
@@ -141,7 +142,10 @@ class _RecordingMode(AutocastMode):
             and torch.is_autocast_enabled(device)
             and (len(self.policies) == 1 or any(tensor.device.type == device for tensor in given))
         )
-        _, rule, layer, why = policy.explain(op)
+        explanation = self.explanations.get((policy.device_type, op))
+        if explanation is None:
+            explanation = self.explanations[policy.device_type, op] = policy.explain(op)
+        _, rule, layer, why = explanation
         computed_in = _dtypes(used)
         if rule is Rule.FLOAT32_DTYPE_ARG:
             computed_in = tuple(arg for arg in new_args if isinstance(arg, torch.dtype)) or computed_in
@@ -195,11 +199,16 @@ def _call_site(frame: FrameType | None) -> tuple[str, str]:
         if code is CALL:
             modules.append(frame.f_locals["self"])
         elif not line and not is_library(code.co_filename):
-            line = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+            line = f"{_file_name(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     if not modules:
         return "", line
     return path_of(modules[-1], modules[0]) or type(modules[0]).__name__, line
+
+
+@functools.cache
+def _file_name(path: str) -> str:
+    return Path(path).name
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -65,9 +65,11 @@ def n_collectives() -> list[Any] | None:
 
     Any of them may write to a weight without incrementing its version counter.
     """
-    groups = () if _c10d is None else list(_c10d._world.pg_map)
+    groups = () if _c10d is None else _c10d._world.pg_map
+    if not groups:
+        return []
     try:
-        return [(weakref.ref(group), group._get_sequence_number_for_group()) for group in groups]
+        return [(weakref.ref(group), group._get_sequence_number_for_group()) for group in list(groups)]
     except RuntimeError:
         return None
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from ampkit.engine import weight_cache
 from ampkit_kernels.configs import Config
 from benchmarks import float8, host, kernels, registry, report, trainer, training, tuning, workloads
 from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, TORCH_OPERATORS, Case, WrongAnswerError
@@ -76,6 +75,7 @@ def spoil(case: Case, sides: dict[str, Any], name: str) -> None:
         case.check(sides)
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 @pytest.mark.parametrize(
     ("workload", "variant"),
     [
@@ -100,7 +100,6 @@ def test_every_way_of_training_gets_to_the_same_loss(
     """A cache saves all but one of the casts of the 17 weights and biases in torch's list: counted in a step."""
     compile_ = torch.compile  # to generate code takes minutes
     monkeypatch.setattr(torch, "compile", lambda model, backend="": compile_(model, backend="eager"))
-    monkeypatch.setattr(weight_cache, "SMALLEST_CONNECTED", 0)  # else a `WeightCache` casts small weights again
     case = training.Training(name="tiny", variant=variant, workload=workload)
     sides = case.sides(CPU)
     case.check(sides)

@@ -176,6 +176,7 @@ def test_a_compiled_step_that_is_finite_is_the_answer() -> None:
     assert "note: the compiled step is finite; run eagerly: the loss is nan" in str(report)
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_caches_do_not_keep_casts_of_what_was_put_back() -> None:
     """The step ends with a metric, whose casts are those of the weights after the update."""
     model, batch, cache = nn.Linear(8, 4), torch.randn(2, 8), WeightCache()

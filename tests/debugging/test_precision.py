@@ -67,6 +67,7 @@ def test_reference_gradients_are_those_of_a_wider_step(
     assert 1e-9 < report.gradient_error < most
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_casts_that_a_cache_has_kept_are_made_again() -> None:
     """Else the reference would begin with 16-bit weights."""
     model, batch, cache = nn.Linear(8, 1), torch.randn(4, 8), WeightCache()

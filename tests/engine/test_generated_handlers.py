@@ -1,5 +1,6 @@
 """Generated handlers: they compute what the general handler computes, to the bit. The module shows one in full."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +87,14 @@ def test_a_disabled_region_calls_the_operator_at_once() -> None:
         assert python_of(lambda: F.linear(x, w)) == ["<ampkit dispatch>", "<ampkit aten::linear LOWER>"]
 
 
-def test_ctrl_c_after_any_call_of_a_handler_leaves_the_keys_as_they_were() -> None:
+@pytest.mark.parametrize(
+    ("call", "n_calls"),
+    [(torch.mm, 6), (lambda x, w: F.layer_norm(x.bfloat16(), (2,), w[0]), 8)],
+    ids=["torch has a kernel", "it has none"],
+)
+def test_ctrl_c_after_any_call_of_a_handler_leaves_the_keys_as_they_were(
+    call: Callable[..., torch.Tensor], n_calls: int
+) -> None:
     """Python runs a signal's handler as a C function returns: here at every one of them."""
     x, w = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
     keys = dispatcher.KEY, dispatcher.autocast_key("cpu")
@@ -103,7 +111,7 @@ def test_ctrl_c_after_any_call_of_a_handler_leaves_the_keys_as_they_were() -> No
 
         sys.setprofile(profile)
         try:
-            torch.mm(x, w)
+            call(x, w)
         except KeyboardInterrupt:
             return True
         finally:
@@ -111,13 +119,38 @@ def test_ctrl_c_after_any_call_of_a_handler_leaves_the_keys_as_they_were() -> No
         return False
 
     with autocast("cpu"):
-        torch.mm(x, w)
+        dtype = call(x, w).dtype
         n = 1
         while interrupted(n):
             assert [dispatcher.is_excluded(key) for key in keys] == [False, False], f"at call {n} of the handler"
             n += 1
-        assert n > 8
-        assert torch.mm(x, w).dtype is BF16
+        assert n > n_calls
+        assert call(x, w).dtype is dtype
+
+
+def test_torch_s_kernel_leaves_a_call_as_the_general_handler_does() -> None:
+    """16-bit operands of the other dtype, float64 and mixtures: what a handler leaves to torch's kernel, to the bit."""
+    torch.manual_seed(0)
+    dtypes = FP32, BF16, torch.float16, torch.float64
+    for left, right in itertools.product(dtypes, dtypes):
+        a, b = (torch.randn(4, 4).to(dtype).requires_grad_() for dtype in (left, right))
+
+        def results(a: torch.Tensor = a, b: torch.Tensor = b) -> list[torch.Tensor] | str:
+            try:
+                with autocast("cpu", BF16):
+                    out = torch.mm(a, b)
+                return [out, *torch.autograd.grad(out.float().sum(), (a, b))]
+            except RuntimeError as error:
+                return str(error)
+
+        generated = results()
+        with record_casts(check_integers=False):
+            general = results()
+        if isinstance(general, str) or isinstance(generated, str):
+            assert generated == general
+        else:
+            assert [*map(torch.equal, generated, general)] == [True] * 3
+            assert [each.dtype for each in generated] == [each.dtype for each in general]
 
 
 @pytest.mark.parametrize("generated", [True, False])

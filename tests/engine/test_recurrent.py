@@ -109,6 +109,7 @@ def test_a_wrong_dtype_in_a_disabled_region_is_refused():
             layer(x)
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @layers

@@ -23,13 +23,16 @@ from torch.testing._internal.logging_tensor import capture_logs_with_logging_ten
 
 import ampkit.optim
 from ampkit import WeightCache, autocast, clear_autocast_cache
-from ampkit.engine import optimizer_steps
+from ampkit.engine import optimizer_steps, weight_cache
 from ampkit.engine.weight_cache import CacheInfo
 from ampkit.torch_internals.tensors import connected
 from tests.helpers.regions import BF16, FP16, REGIONS, both, copies, like_torch
 
 X = torch.ones(2, 4, dtype=BF16)
 EYE = torch.eye(4, dtype=BF16)
+
+
+pytestmark = pytest.mark.usefixtures("small_weights_are_kept")
 
 
 def weight(requires_grad: bool = True) -> Parameter:
@@ -97,11 +100,13 @@ def test_events_that_end_a_cast_inside_a_region(region):
 
 
 def test_inference_mode():
-    """No cast is kept there; a user-provided cache is used there too, and gradients after it still flow."""
+    """No cast that is made there is kept, but for a user-provided cache; gradients after it still flow."""
     use = functools.partial(torch.mm, X, weight())
     without_grad, inside = torch.no_grad()(use), torch.inference_mode()(use)
     regions = torch.autocast("cpu"), autocast("cpu"), autocast("cpu", cache=WeightCache())
-    assert [copies(region(lambda: (without_grad(), inside(), inside()))) for region in regions] == [3, 3, 1]
+    assert [copies(region(lambda: (inside(), inside()))) for region in regions] == [2, 2, 1]
+    regions = torch.autocast("cpu"), autocast("cpu"), autocast("cpu", cache=WeightCache())
+    assert [copies(region(lambda: (without_grad(), inside(), inside()))) for region in regions] == [3, 1, 1]
 
     x = X.clone().requires_grad_()  # so that the cast is saved for backward, which an inference tensor cannot be
     for inside in (True, False):
@@ -111,6 +116,39 @@ def test_inference_mode():
             with torch.inference_mode(False):
                 torch.mm(x, leaf).float().sum().backward()
         assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
+
+
+def test_small_weights_are_cast_in_each_region_where_autograd_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To connect a kept cast to its weight takes longer. Without a graph, and for large weights, casts are kept."""
+    monkeypatch.undo()
+    large = Parameter(torch.ones(4, weight_cache.SMALLEST_CONNECTED // 4))
+    small = weight()
+
+    def casts(leaf: Parameter) -> int:
+        cache = WeightCache()
+
+        def use() -> None:
+            with autocast("cpu", cache=cache):
+                for _ in range(2):
+                    torch.mm(X, leaf)
+
+        return copies(lambda: [use() for _ in range(3)])
+
+    assert [casts(small), casts(large)] == [3, 1]
+    assert [torch.no_grad()(casts)(leaf) for leaf in (small, large, small.requires_grad_(False))] == [1, 1, 1]
+
+
+def test_a_cast_made_without_autograd_gets_a_history_where_autograd_records() -> None:
+    """In one region without a `WeightCache`: the weight is cast a second time, and has the gradient of every use."""
+    leaf = weight()
+    with autocast("cpu"):
+        with torch.no_grad():
+            torch.mm(X, leaf)
+        outs = [torch.mm(X, leaf) for _ in range(2)]
+        with torch.no_grad():
+            torch.mm(X, leaf)
+    sum(out.float().sum() for out in outs).backward()
+    assert torch.equal(leaf.grad, torch.full((4, 4), 4.0))
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_handlers_are_read() -> None:
         assert (ones @ ones).dtype is torch.float16
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_accumulated_batches_are_clipped_and_stepped_once() -> None:
     """Two micro-batches give one step, and a cache keeps their casts."""
     cache = WeightCache()

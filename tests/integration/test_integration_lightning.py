@@ -176,6 +176,7 @@ def test_steps_of_a_large_norm_are_skipped_and_logged(tmp_path: Path, precision:
         torch.testing.assert_close(weights(module), weights(Module()), rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_accumulation_and_batches_without_a_loss(tmp_path: Path) -> None:
     """Two batches per step, whose casts a cache keeps; a `training_step` that returns None leaves the scaler alone."""
     cache = WeightCache()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,6 +65,7 @@ def test_a_training_step_peaks_where_torchs_does() -> None:
     assert default.peak <= torchs.peak < measure(step_of(model, contextlib.nullcontext)).peak
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_a_lasting_cache_costs_its_casts_and_no_more() -> None:
     """Three micro-batches with one cache, beside torch, whose casts are freed as backward passes them."""
     model = Decoder(width=64, heads=4)

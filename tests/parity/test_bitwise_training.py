@@ -19,6 +19,7 @@ def test_backward_inside_the_region_has_torchs_bits(name: str) -> None:
     trains_as_torch(CASES[name].build, CASES[name].loss_of, steps=20, backward_inside=True)
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_accumulation_with_a_lasting_cache_has_torchs_bits() -> None:
     """Casts kept over the micro-batches of a step equal those that torch makes again for each."""
     case, cache = CASES["decoder"], WeightCache()

@@ -130,6 +130,7 @@ def test_nested_checkpoints(outer_way, inner_way):
         assert torch.equal(*gradients)
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_recompute_leaves_the_caches_of_open_regions_alone():
     cache = WeightCache()
     net, x = Net([]), torch.randn(4, 8, requires_grad=True)

@@ -139,6 +139,7 @@ def test_a_trace_that_fails_in_a_region_leaves_nothing_open(backend: str) -> Non
     assert product() is FP32
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_compiled_code_does_not_fill_the_weight_cache() -> None:
     """Its casts are part of its graph; a cast made while tracing, of a fake weight, must never be kept."""
     net, x, cache = Net(), torch.randn(5, 8), WeightCache()

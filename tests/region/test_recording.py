@@ -76,6 +76,7 @@ def test_casts_are_those_that_torch_makes(net, base, cache):
     assert record.casts + inside_softmax == wanted
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_a_weight_is_cast_once_and_cached_after(net):
     cache = WeightCache()
     with record_casts() as record:

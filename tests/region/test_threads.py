@@ -83,6 +83,7 @@ def test_replicas_of_a_wrapped_and_a_decorated_module_in_threads(model):
     assert in_threads(calls) == [FP16] * 4
 
 
+@pytest.mark.usefixtures("small_weights_are_kept")
 def test_cache_shared_by_several_threads():
     layers = [nn.Linear(8, 8) for _ in range(6)]
     expected = [layer(torch.ones(1, 8)).bfloat16() for layer in layers]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ampkit import WeightCache, autocast, clear_autocast_cache
+from ampkit.engine import weight_cache
 from tests.stress.budget import rounds
 
 pytestmark = pytest.mark.timeout(300 + float(os.environ.get("AMPKIT_SOAK_SECONDS") or 0))
@@ -191,9 +192,10 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
             step(open_region=False)
 
 
-def test_no_use_is_stale() -> None:
-    """In regions with a `WeightCache` and without, of trained and of frozen weights."""
+def test_no_use_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In regions with a `WeightCache` and without, of trained and of frozen weights, connected or cast again."""
     for draw in rounds("writes", 120):
+        monkeypatch.setattr(weight_cache, "SMALLEST_CONNECTED", draw.choice([0, 0, 1 << 16]))
         for kept in (False, True):
             for frozen in (False, True):
                 program(draw, WeightCache() if kept else None, frozen)
