@@ -65,8 +65,7 @@ from torch.nn import Parameter
 from ampkit.engine.casting import cast_to
 from ampkit.engine.registration import GENERAL_HANDLERS, OPERATORS, Handler
 from ampkit.engine.signatures import LIST, OPTIONAL, TENSOR, Signature, defined, signature_of
-from ampkit.policy.op_table import TORCH, fold
-from ampkit.policy.policy import RuleTable
+from ampkit.policy.policy import RuleTable, torch_rules
 from ampkit.policy.rules import Rule
 from ampkit.torch_internals.dispatcher import AUTOCAST_KEYS, autocast_key, has_kernel, is_excluded, set_excluded
 from ampkit.torch_internals.dynamo import dynamo_skip
@@ -306,9 +305,8 @@ class _GeneratedHandlers(dict[str, Handler]):
 @functools.cache
 def _rules_in_torch(device_type: str) -> Mapping[OpOverload, Rule]:
     """The rules that kernels of torch's own autocast follow, whatever `register_op` and other libraries add."""
-    kind = listed_as(device_type)
-    listed = fold(TORCH.get(kind, ()))
-    return {op: rule for op, (rule, _) in listed.items() if has_kernel(op.name(), AUTOCAST_KEYS[kind])}
+    key = AUTOCAST_KEYS[listed_as(device_type)]
+    return {op: rule for op, rule in torch_rules(device_type).items() if has_kernel(op.name(), key)}
 
 
 def _casts_on(device_type: str) -> Callable[[torch.dtype], Callable[[Any, Tensor], Tensor]]:

@@ -554,6 +554,11 @@ def _fold_layers(policy: Policy, changes: int) -> RuleTable:
     return RuleTable({op: rule for _, layer in policy._layers() for op, (rule, _) in layer.items()})
 
 
+def torch_rules(device_type: str) -> dict[OpOverload, Rule]:
+    """The rules of torch.amp's own list for a device type, without those that `register_op` adds."""
+    return {op: rule for _, layer in _base_layers("torch", device_type) for op, (rule, _) in layer.items()}
+
+
 @functools.cache
 def _base_layers(base: str, device_type: str) -> tuple[tuple[str, _Layer], ...]:
     """torch.amp's layer for a device and, under the default base, ampkit's on top; folded once."""
