@@ -22,6 +22,7 @@ __all__ = [
     "node_name",
     "node_sequence_number",
     "only_observed",
+    "set_version",
     "storage_key",
     "without_dispatch",
 ]
@@ -30,6 +31,9 @@ without_dispatch = torch._C._DisableTorchDispatch
 current_node = torch._C._current_autograd_node
 # Of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
 next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+
+# Sets the versions of tensors, by which autograd notices that a saved tensor was written in place.
+set_version = torch._C._autograd._unsafe_set_version_counter
 
 
 class ObserverMode(TorchDispatchMode):
