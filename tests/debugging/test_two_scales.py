@@ -58,6 +58,18 @@ class Auxiliary(torch.autograd.Function):
         return incoming, torch.ones(())  # here
 
 
+class Half(torch.autograd.Function):
+    """Backward in float16, as a kernel may compute it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> Tensor:
+        return incoming.half().float().expand(8, 4)
+
+
 def clip(gradient: Tensor) -> Tensor:
     return gradient.clamp(-0.1, 0.1)  # here
 
@@ -126,6 +138,12 @@ def test_reversed_gradients_and_gradients_that_end_are_linear() -> None:
         return (y.round() + y - y.detach()).square().sum()
 
     assert found(loss)[1] == []
+
+
+def test_float16s_smallest_number_is_rounding() -> None:
+    """It is float16's nearest number to 3.5e-8 and to twice as much: a gradient that does not grow, and not clipped."""
+    model = mlp(4, 8, 4)
+    assert compare_scales([Half.apply(model(torch.randn(8, 4)))], [torch.tensor(3.5e-8)]) == []
 
 
 @pytest.mark.parametrize("with_look", [False, True])
