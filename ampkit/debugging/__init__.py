@@ -2,6 +2,7 @@
 
 | question | tool | file |
 | --- | --- | --- |
+| what is wrong in this run, whatever it is? | `examine` | `examine`, `cheap_looks` |
 | where does inf or NaN begin, in steps as they run? | `detect_nonfinite` | `detect` |
 | the same, with a change that was tried | `find_nonfinite` | `find` |
 | are scaler, gradients and optimizer called in the right order? | `check_loop` | `loop` |
@@ -16,6 +17,7 @@ schema's facts from `operator_facts`. `nonfinite_origins` follows inf and NaN to
 """
 
 from ampkit.debugging.detect import detect_nonfinite
+from ampkit.debugging.examine import examine
 from ampkit.debugging.find import find_nonfinite
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
@@ -28,5 +30,6 @@ __all__ = [
     "check_loop",
     "compare_precision",
     "detect_nonfinite",
+    "examine",
     "find_nonfinite",
 ]

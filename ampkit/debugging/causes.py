@@ -103,6 +103,23 @@ def broken_elements(outputs: Sequence[Tensor]) -> str:
     return text
 
 
+def broken_positions(tensor: Tensor) -> str:
+    """What is inf or NaN in a tensor of data, and in which rows and columns, if these are few."""
+    broken = ~torch.isfinite(tensor)
+    names = [name for name, found in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(found.any())]
+    text = f"{' and '.join(names)} in {int(broken.sum())} of {tensor.numel()} elements"
+    if tensor.ndim == 0:
+        return text
+    for name, mask in (
+        ("row", broken.reshape(broken.shape[0], -1).any(1)),
+        ("column", broken.reshape(-1, broken.shape[-1]).any(0) if broken.ndim > 1 else broken[:0]),
+    ):
+        found = mask.nonzero().flatten().tolist()
+        if 0 < len(found) < min(4, mask.numel() + 1):
+            text += f", {name}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {mask.numel()}"
+    return text
+
+
 def rounded_number(
     numbers: Sequence[float], dtype: torch.dtype, into: Sequence[float] = (0.0, 1.0, -1.0)
 ) -> str | None:

@@ -1,7 +1,8 @@
-"""`ampkit debug`: runs a debugging tool on a training script, without changes to the script.
+"""`ampkit debug`: runs a training script under the debugging tools, without changes to the script.
 
-Reports go to stdout, errors to stderr. Exit codes: 0 clean, 1 something was found, 2 bad input, 3 inconclusive, 130
-interrupted.
+`ampkit debug train.py` is the examination. The name of a tool in front of the script runs this tool alone; a script
+with the name of a tool is written `./loop`. Reports go to stdout, progress and errors to stderr. Exit codes: 0 clean,
+1 something was found, 2 bad input, 3 inconclusive, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import time
 import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from ampkit.debugging.detect import detect_nonfinite, rank
+from ampkit.debugging.examine import Examination
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
@@ -26,10 +29,15 @@ _INTERRUPT = "the script was interrupted"
 
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns the exit code."""
-    options = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
     tools = {"nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor}
+    if arguments and arguments[0] in tools:
+        options = _parser().parse_args(arguments)
+        tool = tools[options.tool]
+    else:
+        options, tool = _examination_parser().parse_args(arguments), _examine
     try:
-        report, text = tools[options.tool](options)
+        report, text = tool(options)
         print(text)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
@@ -42,6 +50,22 @@ def main(argv: list[str] | None = None) -> int:
     if report.status == "inconclusive":
         return INTERRUPTED if report.incomplete == _INTERRUPT else INCONCLUSIVE
     return FOUND if report else CLEAN
+
+
+def _examination_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ampkit debug",
+        description="Find out where numbers go wrong in a training script, which stays as it is.",
+        epilog="Parts of it, by name in front of the script: nonfinite, loop, precision, monitor. They win over a "
+        "script with the same name, which is written ./loop.",
+    )
+    parser.add_argument(
+        "--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end"
+    )
+    parser.add_argument("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
+    parser.add_argument("--look-at", type=_count, metavar="N", help="make the dear looks in step N only")
+    _add_script(parser)
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,13 +89,44 @@ def _parser() -> argparse.ArgumentParser:
         help="file for the samples, a line of JSON each; an existing file is replaced",
     )
     for tool in (nonfinite, precision, loop, monitor):
-        tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
-        tool.add_argument("script")
-        tool.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+        _add_script(tool)
     return parser
 
 
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
 # The tools: each runs the script, and returns its report and the text to print.
+
+
+def _examine(options: Any) -> tuple[Report, str]:
+    examination = Examination()
+    examination.dear_at = options.look_at
+    report, started = examination.report, time.monotonic()
+    shows_progress, last = sys.stderr.isatty(), started
+
+    def step_ended() -> None:
+        if examination.step == options.steps or (options.seconds and time.monotonic() - started > options.seconds):
+            _stop()
+
+    def progress() -> None:
+        nonlocal last
+        if shows_progress and time.monotonic() - last > 1:
+            last = time.monotonic()
+            found = len(report.findings) + len(report.problems) + len(report.loop)
+            text = f"step {examination.step}, {examination.count} operators, {found} found, {last - started:.0f} s"
+            print(f"\r{text:70}", end="", file=sys.stderr, flush=True)
+
+    examination.on_step, examination.on_operator = step_ended, progress
+    if shows_progress:
+        print("\rthe script starts", end="", file=sys.stderr, flush=True)
+    report.incomplete = _run(options, examination)
+    if shows_progress:
+        print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+    return report, str(report)
 
 
 def _nonfinite(options: Any) -> tuple[Report, str]:

@@ -107,7 +107,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
     def __init__(self, model: Module | None = None, on_found: Literal["raise", "record"] = "raise") -> None:
         if on_found not in ("raise", "record"):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
-        super().__init__(model, NonFiniteReport(rank=rank()))
+        super().__init__(model, self._new_report())
         self.losses: list[float] = []  # unscaled, one for each call of backward
         self._events: dict[int, Event] = {}  # of this step: the broken ones, and those that read them
         self._on_found = on_found
@@ -117,6 +117,28 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         self._next = 0  # index of the next event
         self._left: set[int] = set()  # the broken events of the last step that a scaler skipped
         self._begun_step = False  # the step has computed something that counts, see `_observe`
+
+    def _new_report(self) -> NonFiniteReport:
+        return NonFiniteReport(rank=rank())
+
+    def _run(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator once and return its result."""
+        return func(*args, **kwargs)
+
+    def _ran(
+        self,
+        call: OperatorCall,
+        func: OpOverload,
+        before: Any,
+        result: Any,
+        outputs: list[Tensor],
+        ranges: list[tuple[float, float]],
+    ) -> None:
+        """Called after an operator.
+
+        `before` has its arguments as they were, `outputs` the results that can be read, and `ranges` their smallest and
+        largest values, unless these mean nothing yet.
+        """
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -143,12 +165,14 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if (written or buffers) and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
         writers = [] if facts.shape_only else [self._writers_of(tensor) for tensor in read]
-        result = func(*args, **kwargs)
+        result = self._run(call, func, args, kwargs)
         if call.starts_backward:
             self._note_loss(call.tensors[0])
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
+        before = map_tensors((args, kwargs), lambda each: kept.get(id(each), each)) if kept else (args, kwargs)
         inputs = tuple({index for indices in writers for index in indices or () if index in self._events})
         if not outputs:  # a comparison, an index, or a number on the host
+            self._ran(call, func, before, result, outputs, [])
             inputs = tuple(index for index in inputs if not self._events[index].scalar)  # loops often check a loss
             if inputs and isinstance(result, Tensor) and result.dtype is torch.bool:
                 self._events[self._next] = Event(self._next, call.phase, inputs)
@@ -156,17 +180,21 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             return result
         event = Event(self._next, call.phase, inputs, scalar=all(output.numel() == 1 for output in outputs))
         self._next += 1
+        if facts.is_given:
+            return result  # what reads it finds a tensor that was there before
         for output in outputs:
             self._note_writer(output, event.index, call)
         if facts.uninitialized or facts.communicates:
             # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
             finding = self._keep(event, call, outputs[0])
             finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
+            self._ran(call, func, before, result, outputs, [])
             return result
-        for output in outputs:
-            event.note_range(*causes.extremes(output))
+        ranges = list(map(causes.extremes, outputs))
+        self._ran(call, func, before, result, outputs, ranges)
+        for low, high in ranges:
+            event.note_range(low, high)
         if event.broken:
-            before = map_tensors((args, kwargs), lambda each: kept.get(id(each), each)) if kept else (args, kwargs)
             tensors = [_Input(kept.get(id(t), t), t, indices) for t, indices in zip(read, writers, strict=False)]
             self._explain(event, call, func, before, tensors, outputs)
         elif inputs:

@@ -103,6 +103,8 @@ class check_loop:
         self._loss_is_scaled = False  # by a call of `scale` that no backward has followed yet
         self._dtypes: set[torch.dtype] = set()  # of the regions that were entered since the last step
         self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
+        self.regions: list[_Line] = []  # where the open regions were entered, innermost last
+        self.on_backward: Callable[[list[Any], bool], None] = lambda roots, scaled: None  # called before each backward
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -131,6 +133,7 @@ class check_loop:
                     self._wrap(stack, cls, "step", self._scheduler)
             for cls in (torch.autocast, autocast):
                 self._wrap(stack, cls, "__enter__", self._region)
+                self._wrap(stack, cls, "__exit__", self._region_left)
             stack.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
             stack.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
             self._open = stack.pop_all()
@@ -249,6 +252,7 @@ class check_loop:
         retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
         divided = retained or (loss is not None and _is_divided(loss, scaled))
         unscaled_float16 = not scaled and torch.float16 in self._dtypes
+        self.on_backward(list(roots), scaled)
         with ExitStack() as hooks:
             if unscaled_float16 and loss is not None and any(s.underflows for s in self._optimizers.values()):
                 self._casts.clear()
@@ -401,10 +405,16 @@ class check_loop:
         yield
 
     def _region(self, region: Any) -> Iterator[None]:
+        line = _caller()
         yield
+        self.regions.append(line)
         for device in {"cpu", current_device_type()}:
             if torch.is_autocast_enabled(device):
                 self._dtypes.add(torch.get_autocast_dtype(device))
+
+    def _region_left(self, region: Any, *error: Any) -> Iterator[None]:
+        yield
+        del self.regions[-1:]
 
 
 def _has_nonzero(gradient: Tensor) -> bool:

@@ -138,6 +138,15 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             self._collect_gradients()
         self.report.scale = self.scale or 1.0
 
+    @classmethod
+    def beside(cls, observer: OperatorObserver[Any]) -> PrecisionComparison:
+        """A comparison of the step that another observer observes, which calls `_observe` for each operator."""
+        comparison = cls(observer.modules.model)
+        comparison.modules = observer.modules
+        comparison._forward, comparison._forward_before = observer._forward, observer._forward_before
+        comparison.report.step = observer.step
+        return comparison
+
     def run(self, step: Callable[[], Any]) -> PrecisionReport:
         """Compare a step, and the tensors that it returns."""
         with self as report:
