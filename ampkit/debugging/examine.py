@@ -28,9 +28,10 @@ from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import ExaminationReport, Finding, Problem
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.two_scales import TwoScales
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, without_dispatch
 
-DEAR: tuple[type[DearLook], ...] = ()
+DEAR: tuple[type[DearLook], ...] = (TwoScales,)
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
 _RANDOM_STEP = 0.02  # the chance of another step to be chosen
 
@@ -121,6 +122,8 @@ class Examination(detect_nonfinite):
         for look in self._dear:
             for problem in look.step_ended(findings):
                 self.report.add_problem(problem)
+            if look.unseen and look.unseen not in self.report.unseen:
+                self.report.unseen.append(look.unseen)
         for problem in _of_precision(self.precision):
             self.report.add_problem(problem)
         self.precision, self._dear = None, []

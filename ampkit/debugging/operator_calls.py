@@ -64,6 +64,7 @@ class DearLook:
 
     def __init__(self, observer: OperatorObserver[Any]) -> None:
         self.observer = observer
+        self.unseen = ""  # what it could not look at in this step, and why
 
     def operator_ran(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ampkit.debugging.call_sites import Caller, find_caller, relative
+from ampkit.debugging.operator_calls import DearLook, OperatorObserver
 from ampkit.debugging.operator_facts import tensors_in
+from ampkit.debugging.report import Finding, Problem, Suggestion
 from ampkit.debugging.snapshot import generators
 from ampkit.torch_internals.operator_tracing import (
     ObserverMode,
@@ -57,7 +59,7 @@ class ScaleFinding:
     number: int  # sequence number of the node, which is that of its forward operator
     parameters: tuple[Tensor, ...]  # leaves whose gradients are wrong
     share: float  # of the norm of its gradient that does not follow
-    whole: bool  # none of the gradients that it returns follows
+    whole: bool  # nothing that it returns follows
     starts: bool  # the gradient that comes in is 1 throughout, as at a loss that nothing multiplies
 
 
@@ -111,7 +113,10 @@ def compare_scales(roots: Sequence[Tensor], gradients: Sequence[Tensor | None] |
     for origin, (kind, share) in origins.items():
         differs = is_constant if kind == "constant" else is_clipped
         leaves = tuple(graph.leaves[node] for node in graph.reached(origin.node) if differs("entered", node, 0))
-        outputs = [j for j in range(len(origin.node.next_functions)) if one.norm("left", origin.node, j) > 0]
+        changed = [(zero.total(origin), one.total(origin))]
+        if not origin.is_hook:
+            outputs = range(len(origin.node.next_functions))
+            changed = [(zero.norm("left", origin.node, j), one.norm("left", origin.node, j)) for j in outputs]
         if leaves:
             file, line = _place(origin, graph, callers)
             findings.append(
@@ -123,11 +128,74 @@ def compare_scales(roots: Sequence[Tensor], gradients: Sequence[Tensor | None] |
                     number=node_sequence_number(origin.node),
                     parameters=leaves,
                     share=share,
-                    whole=origin.is_hook or all(differs("left", origin.node, j) for j in outputs),
+                    whole=kind == "constant" and all(left > 0.999 * usual for left, usual in changed),
                     starts=one.is_ones(origin.node),
                 )
             )
     return findings
+
+
+class TwoScales(DearLook):
+    """Compares the backwards of a step with several scales."""
+
+    def __init__(self, observer: OperatorObserver[Any]) -> None:
+        super().__init__(observer)
+        self._problems: list[Problem] = []
+
+    def before_backward(self, roots: Sequence[Tensor], *, scaled: bool) -> None:
+        """Look at a backward that is about to run."""
+        ranks = torch.distributed
+        if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+            self.unseen = "backward with several scales, which all ranks would have to run at once"
+            return
+        try:
+            findings = compare_scales(roots)
+        except Exception as error:  # of the user's functions
+            self.unseen = f"backward with several scales: {str(error).partition(chr(10))[0][:100]}"
+            return
+        self._problems += [problem for each in findings if (problem := self._problem(each, scaled)) is not None]
+
+    def step_ended(self, findings: list[Finding]) -> list[Problem]:
+        """Return what was found in the backwards of the step."""
+        return self._problems
+
+    def _problem(self, finding: ScaleFinding, scaled: bool) -> Problem | None:
+        """The problem of a finding; None where it does no harm without a scaler."""
+        names = [self.observer._name_of(parameter) or "an input" for parameter in finding.parameters]
+        what = f"the gradient of {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        if finding.kind == "clipped":
+            if not scaled:
+                return None
+            what += " depends on the loss scale"
+            why = (
+                f"with twice the loss scale, what {finding.function} returns is {2 - finding.share:.3g} times as large"
+            )
+            advice = "clip gradients after scaler.unscale_(optimizer), not in backward"
+        else:
+            what += " is not multiplied by the loss scale" if scaled else " does not follow the gradient of the loss"
+            share = "all" if finding.whole else f"{finding.share:.2g}"
+            why = f"{finding.function} returns {share} of its gradient even if the gradient that comes in is 0"
+            advice = "multiply by the gradient that comes in: return grad_output * gradient"
+        # A custom loss may return its gradient as it is, if nothing scales or weights the loss.
+        wrong = scaled or (finding.whole and not finding.starts)
+        problem = Problem(
+            "wrong" if wrong else "note",
+            "two scales",
+            "not scaled",
+            what,
+            why,
+            finding.file,
+            finding.line,
+            suggestion=Suggestion(advice, evidence="not tried"),
+            step=self.observer.step,
+        )
+        forward = self.observer._forward.get(finding.number)
+        if forward is not None:
+            fields = self.observer._operation_fields(forward)
+            problem.module, problem.op = fields["module"], finding.function
+            if not problem.file:
+                problem.file, problem.line = fields["file"], fields["line"]
+        return problem
 
 
 class _Origin(NamedTuple):

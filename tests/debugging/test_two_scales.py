@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ampkit.debugging import examine
 from ampkit.debugging.two_scales import ScaleFinding, compare_scales
 from tests.debugging.models import MODELS, loss_of, make, mlp
 
@@ -172,3 +173,30 @@ def test_backward_that_cannot_run_twice_raises_and_leaves_the_graph() -> None:
         compare_scales([loss])
     loss.backward()
     assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "weight", "grade"), [(True, 1.0, "wrong"), (False, 1.0, "note"), (False, 0.5, "wrong")]
+)
+def test_in_an_examination(scaled: bool, weight: float, grade: str) -> None:
+    torch.manual_seed(0)
+    model, x = mlp(4, 8, 4), torch.randn(8, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", 256.0, enabled=scaled)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(Ready.apply(model(x)) * weight).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    [problem] = [each for each in examine(step, model, steps=1).problems if each.look == "two scales"]
+    assert (problem.grade, problem.kind, problem.op) == (grade, "not scaled", "Ready.backward")
+    assert f"{Path(problem.file).name}:{problem.line}" == line_of(Ready.backward)
+    assert "2.weight and 3 more" in problem.what
+
+
+def test_an_examination_says_where_it_could_not_look() -> None:
+    model, x = mlp(4, 8, 4), torch.randn(8, 4, requires_grad=True)
+    report = examine(lambda: checkpoint(model, x, use_reentrant=True).sum().backward(), model, steps=1)  # type: ignore[union-attr]
+    assert not report
+    assert any("several scales" in text and "use_reentrant" in text for text in report.unseen)
