@@ -20,9 +20,13 @@ from ampkit.debugging.nonfinite_origins import Event, Origin, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
+from ampkit.debugging.replay import explain, maker_of_zero
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.tape import Tape
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
+
+_MAX_EXPLAINED = 2  # replays of the operator of one line: an inf that something absorbs is met in each step
 
 
 def _is_cured_by_scaler(finding: Finding) -> bool:
@@ -113,6 +117,8 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         self._on_found = on_found
         self._complete = True  # False: an exception ended the step, and a later operator could absorb an inf
         self._writers: StorageMap[_Writers] = StorageMap()
+        self._tape: Tape | None = Tape()  # None: operators are not explained by replaying what led to them
+        self._explained: dict[tuple[str, str, int, str], int] = {}  # how often a replay has explained an operator's inf
         self._backwards = 0  # calls of backward in this step
         self._next = 0  # index of the next event
         self._left: set[int] = set()  # the broken events of the last step that a scaler skipped
@@ -166,6 +172,8 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
         writers = [] if facts.shape_only else [self._writers_of(tensor) for tensor in read]
         result = self._run(call, func, args, kwargs)
+        if self._tape is not None:
+            self._tape.ran(call, func, args, kwargs, result, kept)
         if call.starts_backward:
             self._note_loss(call.tensors[0])
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
@@ -212,6 +220,8 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
                 self._add_findings()
         finally:
             self._events.clear()
+            if self._tape is not None:
+                self._tape.clear()
             self.scale = None
             self._backwards = 0
             self._begun_step = False
@@ -236,7 +246,9 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         event, symptom = origin.event, origin.symptom
         finding: Finding = replace(event.finding)
         cause = finding.cause
-        if cause.kind == "undefined" and finding.origin.backward_of:
+        if event.rounded is not None:
+            finding.cause, finding.made = event.rounded, finding.makers[0]
+        elif cause.kind == "undefined" and finding.origin.backward_of:
             text = causes.advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
             finding.cause = replace(cause, text=text)
         elif cause.kind == "constant":
@@ -358,24 +370,25 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         )
         args, kwargs = before
         finding.cause = causes.find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
-        if finding.cause.kind == "undefined":
-            self._follow_pole(finding, inputs)
+        place = (finding.origin.op, finding.origin.file, finding.origin.line, finding.origin.phase)
+        known = self._explained.get(place, 0)
+        if self._tape is not None and finding.cause.kind in ("undefined", "from inf") and known < _MAX_EXPLAINED:
+            self._explained[place] = known + 1
+            self._replay(self._tape, event, call)
 
-    def _follow_pole(self, finding: Finding, inputs: list[_Input]) -> None:
-        """Find the call that computed an input where the operator is undefined, or the constant that was rounded."""
-        poles = causes.poles(finding.origin.op, finding.origin.backward_of)
-        for before, tensor, _ in inputs:
-            written = self._writers.get(tensor)
-            if written is None or written.call is None or not before.is_floating_point():
-                continue
-            present = [pole for pole in poles if bool((before == pole).any())]
-            rounded = causes.rounded_number(written.call.numbers, before.dtype, present)
-            if rounded is not None:
-                finding.made = Operation(**self._operation_fields(written.call))
-                finding.cause = causes.Cause("rounded", rounded)
-                return
-            if written.call.phase != "optimizer" and 0 in present:
-                finding.made = finding.made or Operation(**self._operation_fields(written.call))
+    def _replay(self, tape: Tape, event: Event, call: OperatorCall) -> None:
+        """Find the calls that rounded the operands of a call that is undefined for them."""
+        finding, explanation = event.finding, explain(tape, call.index)
+        finding.makers = tuple(
+            Operation(**self._operation_fields(maker.call), dtype=causes.dtype_name(maker.dtype))
+            for maker in explanation.makers
+        )
+        if explanation.makers:
+            event.rounded = causes.Cause("rounded", explanation.text)
+        elif finding.cause.kind == "undefined":
+            finding.cause = replace(finding.cause, is_exact=explanation.exact)
+            zero = maker_of_zero(tape, call.index)
+            finding.made = None if zero is None else Operation(**self._operation_fields(zero))
 
     def _blamed(self, broken: _Input, low: float, high: float, call: OperatorCall, reader: int) -> tuple[int, ...]:
         """The event to blame for a broken input with this range; none if a writer is known to be broken already."""

@@ -180,7 +180,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             self.report.loss = float(inputs[0].detach()) / scale
             self.report.reference_loss = float(self.copies.read(inputs[0])) / scale
         written = facts.written(args, kwargs)
-        refusal = _OPTIMIZER if call.phase == "optimizer" else _why_not(facts, func, args, kwargs)
+        refusal = _OPTIMIZER if call.phase == "optimizer" else why_not_again(facts, func, args, kwargs)
         if not refusal:
             return self._run_three(call, func, args, kwargs, low, [*written, *facts.possibly_written(args, kwargs)])
         result = func(*args, **kwargs)
@@ -368,7 +368,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         return any(isinstance(value, torch.dtype) and value is not self.copies.wide(value) for value in values)
 
 
-def _why_not(facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def why_not_again(facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why an operator cannot run again; "" if it can."""
     if facts.communicates:
         return "it communicates with other processes"

@@ -164,6 +164,7 @@ class Finding:
     suggestion: Suggestion | None = None
     elements: str = ""  # how many are broken, and in which rows
     made: Operation | None = None  # the operator that computed the 0 or inf that the origin cannot take
+    makers: tuple[Operation, ...] = ()  # all that rounded such a value, by their share
     last: int = 0  # the last step in which it was found
 
     def __str__(self) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "node_name",
     "node_sequence_number",
     "only_observed",
+    "revived",
     "set_version",
     "storage_key",
     "without_dispatch",
@@ -55,6 +56,11 @@ class ObserverMode(TorchDispatchMode):
 def only_observed() -> bool:
     """Whether every active dispatch mode only observes: none traces, records or makes fake tensors."""
     return all(isinstance(mode, ObserverMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def revived(weak: StorageWeakRef) -> Any:
+    """The storage of a weak reference; None if it is freed."""
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
 def node_name(node: Any) -> str:
