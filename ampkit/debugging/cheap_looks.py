@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import Caller, find_caller
 from ampkit.debugging.causes import largest_finite, run_in_float64
 from ampkit.debugging.monitor import before_update, lost_share
@@ -74,15 +76,24 @@ class Sums:
         self._sums: StorageMap[_Sum] = StorageMap()
         self._found: dict[Site, _Drift] = {}
 
-    def operator_ran(self, call: OperatorCall, func: OpOverload, before: Any, outputs: list[Tensor]) -> None:
-        """Look at an operator."""
+    def operator_ran(
+        self,
+        call: OperatorCall,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        """Look at an operator; `before` has copies of what it wrote in place."""
         base = base_name(call)
         if call.phase != "forward" or base not in _SUMS or call.caller.code is None or not outputs:
             if call.facts.mutable:
                 for output in outputs:
                     self._sums.discard(output)
             return
-        args, kwargs = before
+        if before:
+            args, kwargs = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
         if base.startswith("_foreach_"):
             index = max(range(len(outputs)), key=lambda i: outputs[i].numel())
             count, outputs = len(outputs), [outputs[index]]
@@ -209,7 +220,7 @@ class Sums:
 class _Weight:
     """A parameter that was cast."""
 
-    name: str
+    tensor: weakref.ref[Tensor]
     written: int = -1  # index of the last call that wrote it after it was cast
 
 
@@ -246,7 +257,7 @@ class StaleCasts:
             if output is not None and output.dtype in SIXTEEN_BIT and source.is_leaf and source.requires_grad:
                 weight = self._weights.get(source)
                 if weight is None:
-                    weight = _Weight(self._observer._name_of(source))
+                    weight = _Weight(weakref.ref(source))
                     self._weights.set(source, weight)
                 self._casts.set(output, _Cast(weight, call.index, call.caller, self._observer.region_line))
             return None
@@ -262,7 +273,8 @@ class StaleCasts:
 
     def _problem(self, call: OperatorCall, cast: _Cast) -> Problem:
         operation = Operation(**self._observer._operation_fields(call))
-        name = cast.weight.name or "a weight"
+        weight = cast.weight.tensor()
+        name = (weight is not None and self._observer._name_of(weight)) or "a weight"
         made = "{}:{}".format(*cast.caller.line())
         if cast.region is None:
             return Problem.at(
@@ -360,7 +372,9 @@ class Gradients:
         self,
         call: OperatorCall,
         func: OpOverload,
-        before: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
         outputs: list[Tensor],
         ranges: list[tuple[float, float]],
     ) -> None:
@@ -373,19 +387,22 @@ class Gradients:
             known = next((zeros for zeros in map(self._zeros.get, call.tensors) if zeros is not None), None)
             if known is None:
                 operation = Operation(**self._observer._operation_fields(call), dtype=dtype_name(output.dtype))
-                known = _Zeros(operation, self._is_rounded(call, func, before))
+                changed = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
+                known = _Zeros(operation, self._is_rounded(call, func, changed))
             self._zeros.set(output, known)
 
     def _is_rounded(self, call: OperatorCall, func: OpOverload, before: Any) -> bool:
-        """Whether the exact result has elements other than 0."""
+        """Whether the exact result has elements other than 0 that are more than rounding of the loss in float32."""
         if not any(tensor.dtype in SIXTEEN_BIT for tensor in call.tensors) and "_to_copy" not in call.facts.name:
             return False
         if call.facts.communicates or call.facts.opaque_state or call.facts.random:
             return False
         try:
-            return any(bool(exact.any()) for exact in run_in_float64(func, call.facts, *before))
+            size = sum(float(exact.abs().sum()) for exact in run_in_float64(func, call.facts, *before))
         except Exception:  # operators without float64 raise many kinds of errors
             return False
+        losses = self._observer.losses
+        return size > 1e-5 * abs(losses[-1] if losses else 0.0) * (self._observer.scale or 1.0)
 
     def step_starts(self, optimizer: Any) -> None:
         """Look at the gradients that an optimizer is about to use."""

@@ -135,15 +135,17 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         self,
         call: OperatorCall,
         func: OpOverload,
-        before: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
         result: Any,
         outputs: list[Tensor],
         ranges: list[tuple[float, float]],
     ) -> None:
         """Called after an operator.
 
-        `before` has its arguments as they were, `outputs` the results that can be read, and `ranges` their smallest and
-        largest values, unless these mean nothing yet.
+        `before` has copies of what it wrote in place, by identity of the tensor, `outputs` the results that can be
+        read, and `ranges` their smallest and largest values, unless these mean nothing yet.
         """
 
     def __exit__(self, *raised: Any) -> None:
@@ -177,10 +179,9 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if call.starts_backward:
             self._note_loss(call.tensors[0])
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
-        before = map_tensors((args, kwargs), lambda each: kept.get(id(each), each)) if kept else (args, kwargs)
         inputs = tuple({index for indices in writers for index in indices or () if index in self._events})
         if not outputs:  # a comparison, an index, or a number on the host
-            self._ran(call, func, before, result, outputs, [])
+            self._ran(call, func, args, kwargs, kept, result, outputs, [])
             inputs = tuple(index for index in inputs if not self._events[index].scalar)  # loops often check a loss
             if inputs and isinstance(result, Tensor) and result.dtype is torch.bool:
                 self._events[self._next] = Event(self._next, call.phase, inputs)
@@ -196,13 +197,14 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
             finding = self._keep(event, call, outputs[0])
             finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
-            self._ran(call, func, before, result, outputs, [])
+            self._ran(call, func, args, kwargs, kept, result, outputs, [])
             return result
         ranges = list(map(causes.extremes, outputs))
-        self._ran(call, func, before, result, outputs, ranges)
+        self._ran(call, func, args, kwargs, kept, result, outputs, ranges)
         for low, high in ranges:
             event.note_range(low, high)
         if event.broken:
+            before = map_tensors((args, kwargs), lambda each: kept.get(id(each), each)) if kept else (args, kwargs)
             tensors = [_Input(kept.get(id(t), t), t, indices) for t, indices in zip(read, writers, strict=False)]
             self._explain(event, call, func, before, tensors, outputs)
         elif inputs:

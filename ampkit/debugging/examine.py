@@ -28,10 +28,9 @@ from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import ExaminationReport, Finding, Problem
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
-from ampkit.debugging.two_scales import TwoScales
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, without_dispatch
 
-DEAR: tuple[type[DearLook], ...] = (TwoScales,)
+DEAR: tuple[type[DearLook], ...] = ()
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
 _RANDOM_STEP = 0.02  # the chance of another step to be chosen
 
@@ -110,24 +109,23 @@ class Examination(detect_nonfinite):
                 affordable and (found > self._found_before or self._random.random() < _RANDOM_STEP)
             )
             self._found_before = found
+        self._dear = [look(self) for look in DEAR if chosen or look.every_step]
         if chosen:
             self._dear_started = time.process_time()
             self.precision = PrecisionComparison.beside(self)
-            self._dear = [look(self) for look in DEAR]
 
     def _end_dear(self) -> None:
-        if self.precision is None:
-            return
-        findings = self.report.findings
+        """Collect what the dear looks found."""
         for look in self._dear:
-            for problem in look.step_ended(findings):
+            for problem in look.step_ended(self.report.findings):
                 self.report.add_problem(problem)
             if look.unseen and look.unseen not in self.report.unseen:
                 self.report.unseen.append(look.unseen)
-        for problem in _of_precision(self.precision):
-            self.report.add_problem(problem)
+        if self.precision is not None:
+            for problem in _of_precision(self.precision):
+                self.report.add_problem(problem)
+            self._dear_time += time.process_time() - self._dear_started
         self.precision, self._dear = None, []
-        self._dear_time += time.process_time() - self._dear_started
 
     def _step_starts(self, optimizer: Any) -> None:
         self._gradients.step_starts(optimizer)
@@ -156,28 +154,30 @@ class Examination(detect_nonfinite):
         self,
         call: OperatorCall,
         func: OpOverload,
-        before: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
         result: Any,
         outputs: list[Tensor],
         ranges: list[tuple[float, float]],
     ) -> None:
         for look in self._dear:
-            look.operator_ran(call, func, before[0], before[1], result)
+            look.operator_ran(call, func, args, kwargs, result, before)
         for problem in (self._casts.operator_ran(call, outputs), self._integers.operator_ran(call, outputs)):
             if problem is not None:
                 self.report.add_problem(problem)
-        self._sums.operator_ran(call, func, before, outputs)
+        self._sums.operator_ran(call, func, args, kwargs, before, outputs)
         if call.phase == "backward":
-            self._gradients.operator_ran(call, func, before, outputs, ranges)
+            self._gradients.operator_ran(call, func, args, kwargs, before, outputs, ranges)
         if call.index % 256 == 0:
             self.on_operator()
 
-    def _before_backward(self, roots: list[Any], scaled: bool) -> None:
+    def _before_backward(self, roots: list[Any], gradients: Any, scaled: bool) -> None:
         if self._dear:
             self.paused = True
             try:
                 for look in self._dear:
-                    look.before_backward([root for root in roots if isinstance(root, Tensor)], scaled=scaled)
+                    look.before_backward([root for root in roots if isinstance(root, Tensor)], gradients, scaled)
             finally:
                 self.paused = False
 

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.debugging.call_sites import find_caller
-from ampkit.debugging.report import LoopFinding, LoopReport
+from ampkit.debugging.report import Grade, LoopFinding, LoopReport
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operators import current_device_type
 
@@ -104,7 +104,9 @@ class check_loop:
         self._dtypes: set[torch.dtype] = set()  # of the regions that were entered since the last step
         self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
         self.regions: list[_Line] = []  # where the open regions were entered, innermost last
-        self.on_backward: Callable[[list[Any], bool], None] = lambda roots, scaled: None  # called before each backward
+        self.on_backward: Callable[[list[Any], Any, bool], None] = lambda *arguments: (
+            None
+        )  # called before each backward
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -169,14 +171,14 @@ class check_loop:
         setattr(owner, name, wrapped)
         stack.callback(setattr, owner, name, inner)
 
-    def _add(self, what: str, change: str, at: _Line | None = None) -> None:
+    def _add(self, what: str, change: str, at: _Line | None = None, *, grade: Grade = "wrong") -> None:
         file, line = at or _caller()
         now = self.report.iterations
         for finding in self.report.loop:
             if (finding.what, finding.file, finding.line) == (what, file, line):
                 finding.last = now
                 return
-        self.report.loop.append(LoopFinding(what, file, line, change, now, now))
+        self.report.loop.append(LoopFinding(what, file, line, change, now, now, grade))
 
     # --- the scaler
 
@@ -188,6 +190,7 @@ class check_loop:
                     "a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and "
                     "skips steps",
                     "scaler = GradScaler(enabled=False), or float16 in the region",
+                    grade="note",
                 )
         yield
 
@@ -243,6 +246,7 @@ class check_loop:
             self._add(
                 "backward runs inside the autocast region, which casts its operators again",
                 "leave the region first: loss.backward() outside of `with autocast`",
+                grade="note",
             )
         if scaled:
             self._updated.clear()
@@ -252,7 +256,7 @@ class check_loop:
         retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
         divided = retained or (loss is not None and _is_divided(loss, scaled))
         unscaled_float16 = not scaled and torch.float16 in self._dtypes
-        self.on_backward(list(roots), scaled)
+        self.on_backward(list(roots), args[0] if args else kwargs.get("grad_tensors"), scaled)
         with ExitStack() as hooks:
             if unscaled_float16 and loss is not None and any(s.underflows for s in self._optimizers.values()):
                 self._casts.clear()
@@ -348,12 +352,14 @@ class check_loop:
                     f"gradients are clipped {times} times for one step, after each backward",
                     "clip once, after the last backward and before the step",
                     line,
+                    grade="note",
                 )
         if most > 1 and not state.divided:
             self._add(
                 f"gradients of {most} backward calls are summed, and the losses are not divided",
                 f"(loss / {most}).backward(), so that they are averaged",
                 _most_frequent(state.backwards),
+                grade="note",
             )
 
     def _check_underflow(self, state: _OptimizerState, largest: list[float]) -> None:
@@ -400,6 +406,7 @@ class check_loop:
                     "the scheduler steps although the scaler skipped the step",
                     "step it only where the step was taken: scale = scaler.get_scale() before update(), and "
                     "scheduler.step() if scaler.get_scale() >= scale",
+                    grade="note",
                 )
             state.steps_since_scheduler = 0
         yield

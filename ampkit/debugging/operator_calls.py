@@ -60,18 +60,27 @@ class OperatorCall:
 
 
 class DearLook:
-    """A look that is made in some steps only, since it costs more than a pass over each result."""
+    """A look of `examine` that costs more than a pass over each result; made in some steps unless `every_step`."""
+
+    every_step = False
+    unseen = ""  # what it could not look at, in words
 
     def __init__(self, observer: OperatorObserver[Any]) -> None:
         self.observer = observer
         self.unseen = ""  # what it could not look at in this step, and why
 
     def operator_ran(
-        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        call: OperatorCall,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        before: dict[int, Tensor],
     ) -> None:
-        """Called after each operator; `args` and `kwargs` have the values from before the call."""
+        """Called after each operator; `before` has copies of what it wrote in place, by identity of the tensor."""
 
-    def before_backward(self, roots: Sequence[Tensor], *, scaled: bool) -> None:
+    def before_backward(self, roots: Sequence[Tensor], gradients: Any, scaled: bool) -> None:
         """Called before a backward from `roots`; operators that it runs are not observed."""
 
     def step_ended(self, findings: list[Finding]) -> list[Problem]:

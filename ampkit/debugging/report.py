@@ -16,6 +16,8 @@ from ampkit.debugging.causes import PASSED_ON, Cause
 from ampkit.text_tables import table
 
 Status = Literal["clean", "found", "inconclusive"]
+Grade = Literal["wrong", "lost", "note"]
+_GRADES: dict[str, str] = {"wrong": "certainly wrong", "lost": "numbers are lost", "note": "worth knowing"}
 VERSION = 1
 COMPILED = (
     "compiled functions run eagerly here: if the loss of your compiled run is finite and right, this report "
@@ -33,6 +35,7 @@ class LoopFinding:
     change: str
     first: int  # iteration: the number of optimizer steps before it, skipped steps included
     last: int
+    grade: Grade = "wrong"
 
     def __str__(self) -> str:
         when = f"iteration {self.first}" if self.first == self.last else f"iterations {self.first} to {self.last}"
@@ -246,10 +249,6 @@ class NonFiniteReport(Report):
         return True
 
 
-Grade = Literal["wrong", "lost", "note"]
-_GRADES: dict[str, str] = {"wrong": "certainly wrong", "lost": "numbers are lost", "note": "worth knowing"}
-
-
 @dataclass
 class Problem:
     """One entry of the ranked report: a place in the user's code, why, and what to change.
@@ -274,6 +273,7 @@ class Problem:
     last: int = 0
     times: int = 1
     finding: Finding | None = None  # of inf and NaN
+    made: Operation | None = None  # the operator that computed the value that is the cause
 
     @classmethod
     def at(cls, operation: Operation, **fields: Any) -> Problem:
@@ -299,13 +299,14 @@ class Problem:
             last=finding.last,
             times=finding.times,
             finding=finding,
+            made=finding.made,
         )
 
     @classmethod
     def of_loop(cls, mistake: LoopFinding) -> Problem:
         """Return the problem of a mistake of the loop."""
         return cls(
-            "wrong",
+            mistake.grade,
             "loop",
             "loop",
             mistake.what,
@@ -338,14 +339,13 @@ class Problem:
 
     def to_dict(self, rank: int) -> dict[str, Any]:
         """Return the keys of the JSON."""
-        data = {key: value for key, value in vars(self).items() if key not in ("finding", "suggestion", "kind")}
+        data = {key: value for key, value in vars(self).items() if key not in ("finding", "suggestion", "kind", "made")}
         change = self.suggestion or Suggestion("")
-        made = None if self.finding is None else self.finding.made
         return {
             "rank": rank,
             **data,
             "cause": self.kind,
-            "made": made and {key: getattr(made, key) for key in ("file", "line", "op", "module")},
+            "made": self.made and {key: getattr(self.made, key) for key in ("file", "line", "op", "module")},
             "change": change.code if change.kind == "change" else "",
             "advice": change.code if change.kind == "advice" else "",
             "verified": change.verified,
@@ -380,7 +380,7 @@ class ExaminationReport(NonFiniteReport):
         self.problems.append(problem)
 
     def __bool__(self) -> bool:
-        return bool(self.loop or self.findings or any(problem.grade != "note" for problem in self.problems))
+        return any(problem.grade != "note" for problem in self.ranked())
 
     def __str__(self) -> str:
         rank = f"rank {self.rank}: " if self.rank is not None else ""
