@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +50,14 @@ class _Sum:
     start: Tensor | None = None  # these elements before the first addition
     moved: float = 0.0  # 2-norm of the largest difference from the start, in float64
     calls: int = 0
+    made: OperatorCall | None = None  # the call that made the tensor at first
 
 
 class _Drift(NamedTuple):
     """How far a sum is from its value in float64."""
 
-    call: OperatorCall
     operation: Operation
+    made: Operation | None
     first: int
     last: int
     calls: int
@@ -88,8 +89,10 @@ class Sums:
         """Look at an operator; `before` has copies of what it wrote in place."""
         base = base_name(call)
         if call.phase != "forward" or base not in _SUMS or call.caller.code is None or not outputs:
-            if call.facts.mutable:
-                for output in outputs:
+            for output in outputs:
+                if call.phase == "forward" and (not call.tensors or call.facts.literal or call.facts.shape_only):
+                    self._sums.set(output, _Sum((), made=call))
+                elif call.facts.mutable:
                     self._sums.discard(output)
             return
         if before:
@@ -112,11 +115,11 @@ class Sums:
             sources[id(operands[0])] = self._sums.get(output)
         followed = max((s for s in sources.values() if s is not None), key=lambda s: site in s.sites, default=None)
         if followed is None or site not in followed.sites:
-            earlier = () if followed is None else followed.sites
-            exact = None if followed is None or not earlier else followed.exact
-            new = _Sum((site, *earlier[:3]))
-            if exact is not None and base in ("copy", "_to_copy", "clone") and followed is not None:
-                new = _Sum(new.sites, exact, followed.start, followed.moved, followed.calls)
+            new = _Sum((site,), made=call) if followed is None else replace(followed, sites=(site, *followed.sites[:3]))
+            if base not in ("copy", "_to_copy", "clone"):
+                new.exact = new.start = None
+            elif base == "_to_copy" and new.exact is None:
+                new.made = call
             self._sums.set(output, new)
             return
         self._sums.set(output, self._follow(call, func, args, kwargs, output, site, followed, sources))
@@ -133,7 +136,7 @@ class Sums:
         sources: dict[int, _Sum | None],
     ) -> _Sum:
         """The sum after a call that adds to it."""
-        result = _Sum((site, *[each for each in followed.sites if each != site][:3]))
+        result = _Sum((site, *[each for each in followed.sites if each != site][:3]), made=followed.made)
         small = output.numel() <= _MAX_SHADOW
         if output.dtype not in SIXTEEN_BIT and output.numel() > _MAX_FLOAT32:
             return result
@@ -189,20 +192,23 @@ class Sums:
         fields = self._observer._operation_fields(call)
         operation = Operation(**fields, dtype=dtype_name(output.dtype), shape=tuple(output.shape))
         first = self._observer.step if known is None else known.first
-        self._found[site] = _Drift(call, operation, first, self._observer.step, now.calls, share, text)
+        made = None if now.made is None else Operation(**self._observer._operation_fields(now.made))
+        self._found[site] = _Drift(operation, made, first, self._observer.step, now.calls, share, text)
 
     def problems(self) -> list[Problem]:
         """The sums that lost what was added; one for each line."""
         problems: dict[tuple[str, int], Problem] = {}
         for drift in self._found.values():
             operation, dtype = drift.operation, drift.operation.dtype
+            made = f"; it is made at {drift.made.file}:{drift.made.line}" if drift.made is not None else ""
             problem = Problem.at(
                 operation,
                 grade="lost",
                 look="absorbed",
                 kind="absorbed",
                 what=f"a sum in {dtype} does not take up what is added",
-                why=f"{drift.text}, after {drift.calls} calls: {dtype} has too few digits",
+                why=f"{drift.text}, after {drift.calls} calls: {dtype} has too few digits{made}",
+                made=drift.made,
                 suggestion=Suggestion(
                     "keep it in float32 from where it is made (in float64 beyond 16,777,216)", "advice"
                 ),

@@ -22,6 +22,7 @@ from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError, Report
+from ampkit.debugging.verify import applied, verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _INTERRUPT = "the script was interrupted"
@@ -63,7 +64,9 @@ def _examination_parser() -> argparse.ArgumentParser:
         "--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end"
     )
     parser.add_argument("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
-    parser.add_argument("--look-at", type=_count, metavar="N", help="make the dear looks in step N only")
+    parser.add_argument("--no-verify", action="store_true", help="do not run the script again to try changes")
+    parser.add_argument("--look-at", type=int, help=argparse.SUPPRESS)  # the only step with dear looks
+    parser.add_argument("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
     _add_script(parser)
     return parser
 
@@ -123,7 +126,14 @@ def _examine(options: Any) -> tuple[Report, str]:
     examination.on_step, examination.on_operator = step_ended, progress
     if shows_progress:
         print("\rthe script starts", end="", file=sys.stderr, flush=True)
-    report.incomplete = _run(options, examination)
+    with applied(options.apply):
+        report.incomplete = _run(options, examination)
+    if report and not options.no_verify and report.rank is None and report.incomplete != _INTERRUPT:
+        command = [options.script, *options.arguments]
+        if shows_progress:
+            print(f"\r{'the script runs again with a change':70}", end="", file=sys.stderr, flush=True)
+        seconds = 60 + 3 * (time.monotonic() - started)
+        verify(report, examination.modules.region, command, seconds)
     if shows_progress:
         print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
     return report, str(report)

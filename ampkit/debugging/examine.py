@@ -50,6 +50,7 @@ class Examination(detect_nonfinite):
 
     def __init__(self, model: Module | None = None) -> None:
         super().__init__(model, on_found="record")
+        self.report.losses = self.losses
         self.dear_at: int | None = None  # make the dear looks in this step only; None: choose
         self.on_step: Callable[[], None] = lambda: None  # called when a step has ended
         self.on_operator: Callable[[], None] = lambda: None  # called now and then, for progress
@@ -122,8 +123,9 @@ class Examination(detect_nonfinite):
             if look.unseen and look.unseen not in self.report.unseen:
                 self.report.unseen.append(look.unseen)
         if self.precision is not None:
-            for problem in _of_precision(self.precision):
-                self.report.add_problem(problem)
+            if not any(finding.step <= self.precision.report.step <= finding.last for finding in self.report.findings):
+                for problem in _of_precision(self.precision):
+                    self.report.add_problem(problem)
             self._dear_time += time.process_time() - self._dear_started
         self.precision, self._dear = None, []
 

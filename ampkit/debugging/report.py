@@ -140,6 +140,10 @@ class Suggestion:
     evidence: str = ""
     tried: tuple[str, ...] = ()  # changes that did not help
 
+    def without_change(self, tried: tuple[str, ...]) -> Suggestion:
+        """Return the advice that is left where the changes `tried` did not help."""
+        return replace(self, code="" if self.kind == "change" else self.code, kind="advice", tried=tried)
+
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
         return [
@@ -317,6 +321,12 @@ class Problem:
             last=mistake.last,
         )
 
+    def suggest(self, suggestion: Suggestion) -> None:
+        """Replace the suggestion."""
+        self.suggestion = suggestion
+        if self.finding is not None:
+            self.finding.suggestion = suggestion
+
     def is_like(self, other: Problem) -> bool:
         """Whether another problem has the same place and kind."""
         keys = ("look", "kind", "what", "file", "line", "op")
@@ -364,10 +374,13 @@ class ExaminationReport(NonFiniteReport):
     kind = "examination"
     problems: list[Problem] = field(default_factory=list)  # without those of `findings` and `loop`
     unseen: list[str] = field(default_factory=list)  # what was not looked at
+    losses: list[float] = field(default_factory=list)  # unscaled, one for each call of backward
 
     def ranked(self) -> list[Problem]:
         """Return all problems: by grade, mistakes of the loop before what follows from them, then by step."""
-        problems = [*map(Problem.of_loop, self.loop), *map(Problem.of_finding, self.findings), *self.problems]
+        places = {(each.origin.file, each.origin.line): each for each in reversed(self.findings)}
+        findings = [each for each in self.findings if places[each.origin.file, each.origin.line] is each]
+        problems = [*map(Problem.of_loop, self.loop), *map(Problem.of_finding, findings), *self.problems]
         return sorted(problems, key=lambda problem: (list(_GRADES).index(problem.grade), problem.step))
 
     def add_problem(self, problem: Problem) -> None:
@@ -409,6 +422,7 @@ class ExaminationReport(NonFiniteReport):
         head = {"kind": f"ampkit.debugging.{self.kind}", "version": 2, "status": self.status, "text": str(self)}
         findings = [problem.to_dict(i) for i, problem in enumerate(self.ranked(), 1)]
         body = {key: getattr(self, key) for key in keys}
+        body["loss"] = [self.losses[0], self.losses[-1]] if self.losses else [None, None]
         return json.dumps(plain({**head, **body, "findings": findings}), indent=1, allow_nan=False)
 
 
