@@ -19,7 +19,7 @@ from ampkit.debugging.operator_facts import converted_arguments, tensors_in
 from ampkit.debugging.report import Operation, Problem, Suggestion
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
-from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
+from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
 _SUMS = frozenset(
     f"{foreach}{name}"
@@ -312,30 +312,134 @@ class StaleCasts:
         )
 
 
-class Integers:
-    """Finds positions and counts that 16 bits cannot tell apart."""
+# Operators whose exact results are seldom 0 where their operands are not.
+_MAKE_SMALL = frozenset({"mul", "div", "exp", "pow", "_to_copy", "square", "prod", "mm", "bmm", "addmm"})
+_LOOKS = 3  # so many calls of a line are looked at, and then one of 64
+
+
+class Roundings:
+    """Finds numbers that 16 bits cannot hold: integers that become equal, results that become 0, float32 state."""
 
     def __init__(self, observer: Any) -> None:
         self._observer = observer
         self._seen: set[Site] = set()
+        self._calls: dict[Site, int] = {}
+        self._rounded: StorageMap[tuple[int, str]] = StorageMap()  # by cast: the storage of its source, the dtype
 
-    def operator_ran(self, call: OperatorCall, outputs: list[Tensor]) -> Problem | None:
-        """Look at an operator that makes numbers in 16 bits."""
-        is_range = call.facts.name.startswith("aten::arange")
-        if (not is_range and call.facts.name != "aten::_to_copy") or not outputs or outputs[0].dtype not in SIXTEEN_BIT:
+    def operator_ran(
+        self,
+        call: OperatorCall,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
+        outputs: list[Tensor],
+        ranges: list[tuple[float, float]],
+    ) -> Problem | None:
+        """Look at an operator; returns a problem if it rounds away what it is given."""
+        if call.phase != "forward" or not outputs:
             return None
-        output, caller = outputs[0], call.caller
-        site = (id(caller.code), caller.instruction)
-        if site in self._seen or call.phase != "forward" or output.numel() < 2:
+        output, base = outputs[0], base_name(call)
+        if base == "copy":
+            return self._state(call, args)
+        if base == "_to_copy":
+            self._note_cast(args[0], output)
+        if output.dtype not in SIXTEEN_BIT or not ranges:
             return None
-        first = 2.0 / torch.finfo(output.dtype).eps  # the first even number whose successor is missing
-        if largest_finite(output) < first:
+        if base in _MAKE_SMALL:
+            found = self._zeros(call, func, args, kwargs, before, output, ranges[0])
+            if found is not None:
+                return found
+        return self._integers(call, base, output) if base in ("arange", "_to_copy") else None
+
+    def _note_cast(self, source: Tensor, output: Tensor) -> None:
+        """Remember which tensor a cast has its values from."""
+        if is_opaque(source) or (source.requires_grad and not source.is_leaf):
+            return
+        known = self._rounded.get(source)
+        if known is not None:
+            self._rounded.set(output, known)
+        elif output.dtype in SIXTEEN_BIT and source.is_floating_point():
+            self._rounded.set(output, (storage_key(source), dtype_name(output.dtype)))
+
+    def _state(self, call: OperatorCall, args: tuple[Any, ...]) -> Problem | None:
+        """Look at a tensor that is overwritten with its own values, rounded."""
+        target, source = args[0], args[1]
+        if target.dtype in SIXTEEN_BIT or not isinstance(source, Tensor) or is_opaque(source):
+            return None
+        known = self._rounded.get(source)
+        if known is None or is_opaque(target) or known[0] != storage_key(target):
+            return None
+        name = self._observer.state_name(target)
+        dtype = dtype_name(target.dtype)
+        return Problem.at(
+            Operation(**self._observer._operation_fields(call)),
+            grade="lost",
+            look="rounded",
+            kind="rounded",
+            what=f"{name} is rounded to {known[1]} in place",
+            why=f"it is {dtype}, and its own values are written back to it after a cast",
+            suggestion=Suggestion(f"keep {name} in {dtype}: leave out the cast"),
+            step=self._observer.step,
+        )
+
+    def _zeros(
+        self,
+        call: OperatorCall,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
+        output: Tensor,
+        extremes: tuple[float, float],
+    ) -> Problem | None:
+        """Look at elements that are 0 where the exact result is not."""
+        low, high = extremes
+        if not low <= 0 <= high or (output.dtype is torch.bfloat16 and low != high):
+            return None
+        site = (id(call.caller.code), call.caller.instruction)
+        calls = self._calls[site] = self._calls.get(site, 0) + 1
+        if calls > _LOOKS and calls % 64:
+            return None
+        zeros = output == 0
+        if not bool(zeros.any()):
+            return None
+        changed = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
+        try:
+            exact = run_in_float64(func, call.facts, *changed)[0]
+        except Exception:  # operators without float64 raise many kinds of errors
+            return None
+        wanted = int((exact != 0).sum())
+        lost = int((zeros & (exact != 0)).sum())
+        if not wanted or lost < 0.5 * wanted or wanted < 2:
+            return None
+        name = dtype_name(output.dtype)
+        return Problem.at(
+            Operation(**self._observer._operation_fields(call)),
+            grade="lost" if lost == wanted else "note",
+            look="rounded",
+            kind="underflow",
+            what=f"{'all' if lost == wanted else 'most'} of a result becomes 0 in {name}",
+            why=f"{lost} of {wanted} elements are below the smallest number of {name}; the largest is "
+            f"{float(exact.abs().max()):.3g}",
+            suggestion=Suggestion("compute this line in float32"),
+            step=self._observer.step,
+        )
+
+    def _integers(self, call: OperatorCall, base: str, output: Tensor) -> Problem | None:
+        """Look at integers that become equal."""
+        is_range = base == "arange"
+        site = (id(call.caller.code), call.caller.instruction)
+        first = 2.0 / torch.finfo(output.dtype).eps  # up to here, each integer has a number
+        if site in self._seen or output.numel() < 2 or largest_finite(output) < first:
             return None
         if is_range:
             equal = int((output[1:] == output[:-1]).sum())
         else:
             source = call.tensors[0].detach().reshape(-1)[:_MAX_SHADOW]
-            if source.requires_grad or (source.is_floating_point() and not bool((source == source.round()).all())):
+            if call.tensors[0].requires_grad or (
+                source.is_floating_point() and not bool((source == source.round()).all())
+            ):
                 return None
             equal = source.unique().numel() - output.detach().reshape(-1)[:_MAX_SHADOW].unique().numel()
         if equal <= 0:

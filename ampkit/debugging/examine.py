@@ -20,15 +20,16 @@ from torch.utils.data import dataloader
 
 from ampkit.debugging import causes
 from ampkit.debugging.call_sites import find_caller
-from ampkit.debugging.cheap_looks import Gradients, Integers, StaleCasts, Sums
+from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.operator_calls import DearLook, OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.proposed_changes import advice_on_precision
 from ampkit.debugging.report import ExaminationReport, Finding, Problem
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
-from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, without_dispatch
+from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
 
 DEAR: tuple[type[DearLook], ...] = ()
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
@@ -56,7 +57,7 @@ class Examination(detect_nonfinite):
         self.on_operator: Callable[[], None] = lambda: None  # called now and then, for progress
         self.precision: PrecisionComparison | None = None  # of a chosen step
         self._sums, self._casts = Sums(self), StaleCasts(self)
-        self._integers, self._gradients = Integers(self), Gradients(self)
+        self._roundings, self._gradients = Roundings(self), Gradients(self)
         self._loaded: StorageMap[tuple[str, int, int]] = (
             StorageMap()
         )  # by storage: line of the loop, number of the batch
@@ -69,8 +70,18 @@ class Examination(detect_nonfinite):
 
     @property
     def region_line(self) -> tuple[str, int] | None:
-        """Where the innermost open region was entered; None outside of regions."""
-        return self._check.regions[-1] if self._check.regions else None
+        """Where the outermost open region was entered, which keeps casts until it is left; None outside of regions."""
+        return self._check.regions[0] if self._check.regions else None
+
+    def state_name(self, tensor: Tensor) -> str:
+        """The name of a tensor in the state of an optimizer, or of a parameter or buffer."""
+        key = storage_key(tensor)
+        for optimizer in self._check.optimizers:
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and not is_opaque(value) and storage_key(value) == key:
+                        return f"the optimizer's {name} of {self._name_of(parameter) or 'a parameter'}"
+        return self._name_of(tensor) or "a tensor"
 
     def _new_report(self) -> ExaminationReport:
         return ExaminationReport(rank=rank())
@@ -165,7 +176,8 @@ class Examination(detect_nonfinite):
     ) -> None:
         for look in self._dear:
             look.operator_ran(call, func, args, kwargs, result, before)
-        for problem in (self._casts.operator_ran(call, outputs), self._integers.operator_ran(call, outputs)):
+        rounding = self._roundings.operator_ran(call, func, args, kwargs, before, outputs, ranges)
+        for problem in (self._casts.operator_ran(call, outputs), rounding):
             if problem is not None:
                 self.report.add_problem(problem)
         self._sums.operator_ran(call, func, args, kwargs, before, outputs)
@@ -226,9 +238,9 @@ def _of_precision(comparison: PrecisionComparison) -> list[Problem]:
     """The problems of a step that was compared with float32."""
     report = comparison.report
     origin = report.error_origin()
-    if not report.operators or origin is None or report.is_left_to_scaler or not report.error >= 0.25:
+    if not report.operators or origin is None or report.is_left_to_scaler or not report.error >= 0.05:
         return []
-    why = f"{origin.name()} is where the largest error begins, in {origin.dtype}"
+    why = f"the largest error begins with {origin.name()} in {origin.dtype}"
     amplified = report.amplified
     if amplified is not None and amplified is not origin:
         why += f"; {amplified.op}{amplified.where()} makes it {amplified.amplification:.3g} times larger"
@@ -240,7 +252,7 @@ def _of_precision(comparison: PrecisionComparison) -> list[Problem]:
             kind="imprecise",
             what=f"gradients are {report.gradient_error:.2g} off, against the same step in {report.reference}",
             why=why,
-            suggestion=report.suggestion,
+            suggestion=advice_on_precision(report),
             step=report.step,
         )
     ]

@@ -72,6 +72,8 @@ class check_loop:
     - gradients that are clipped, or whose norm is read, while they are scaled;
     - an optimizer that steps with scaled gradients;
     - `update` that is missing or called twice, `unscale_` that is called twice;
+    - gradients that are unscaled although the loss was not scaled;
+    - a call that raises an exception which is suppressed;
     - `backward` inside an autocast region;
     - a scaler with bfloat16, or float16 without a scaler where gradients underflow;
     - gradients that are never zeroed, or that are zeroed between backward and step;
@@ -107,6 +109,8 @@ class check_loop:
         self.on_backward: Callable[[list[Any], Any, bool], None] = lambda *arguments: (
             None
         )  # called before each backward
+        self._raised: tuple[str, str, _Line] | None = None  # the last call that raised: its name, the error, the line
+        self._scaled = False  # `scale` was called since the last update
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -148,6 +152,11 @@ class check_loop:
         elif not self.report.iterations:
             self.report.incomplete = "no optimizer stepped"
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were called."""
+        return list(self._optimizers)
+
     def _wrap(self, stack: ExitStack, owner: Any, name: str, watch: Callable[..., Any]) -> None:
         """Have `watch`, a generator, run until its `yield` before a function, and from there after it."""
         inner = vars(owner)[name]
@@ -158,6 +167,7 @@ class check_loop:
                 self.scaler = args[0]
             if self._depth or sys._getframe(1).f_code.co_filename.startswith(_AMPKIT_LOOPS):
                 return inner(*args, **kwargs)  # called by another wrapped function, or by a loop of ampkit's own
+            self._note_suppressed()
             self._depth += 1
             try:
                 around: Iterator[None] = watch(*args, **kwargs)
@@ -165,11 +175,25 @@ class check_loop:
                 result = inner(*args, **kwargs)
                 next(around, None)
                 return result
+            except Exception as error:
+                self._raised = name, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}", _caller()
+                raise
             finally:
                 self._depth -= 1
 
         setattr(owner, name, wrapped)
         stack.callback(setattr, owner, name, inner)
+
+    def _note_suppressed(self) -> None:
+        """Add a finding if the loop goes on after one of its calls raised an error."""
+        if self._raised is not None:
+            name, error, line = self._raised
+            self._raised = None
+            self._add(
+                f"{name} raises an exception that is suppressed: {error}",
+                f"do not suppress exceptions around {name}, whose work is left out: correct the call",
+                line,
+            )
 
     def _add(self, what: str, change: str, at: _Line | None = None, *, grade: Grade = "wrong") -> None:
         file, line = at or _caller()
@@ -183,6 +207,7 @@ class check_loop:
     # --- the scaler
 
     def _scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self._scaled = True
         if scaler.is_enabled():
             self._loss_is_scaled = True
             if self._dtypes == {torch.bfloat16}:
@@ -203,9 +228,19 @@ class check_loop:
                 if state.scaled
                 else "call scaler.unscale_(optimizer) once, before clipping",
             )
+        self._check_scaled(scaler, state)
         state.scaler, state.unscaled = scaler, True
         yield
         state.scaled = False
+
+    def _check_scaled(self, scaler: Any, state: _OptimizerState) -> None:
+        """Add a finding if gradients are about to be unscaled although no loss was scaled."""
+        if scaler.is_enabled() and state.backwards and not (self._scaled or state.scaled or state.unscaled):
+            self._add(
+                "gradients are divided by the loss scale, and the loss was not scaled",
+                "scaler.scale(loss).backward()",
+                _most_frequent(state.backwards),
+            )
 
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         state = self._state_of(optimizer)
@@ -215,6 +250,7 @@ class check_loop:
                 "scaler.update() after scaler.step(optimizer)",
                 state.stepped_at,
             )
+        self._check_scaled(scaler, state)
         state.scaler, state.stepped_at, state.scaled = scaler, _caller(), False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
@@ -231,6 +267,7 @@ class check_loop:
                 "update is called twice for one backward", "call scaler.update() once, after the last scaler.step"
             )
         self._updated.add(scaler)
+        self._scaled = False
         for state in self._optimizers.values():
             if state.scaler is scaler:
                 state.stepped_at, state.unscaled = None, False

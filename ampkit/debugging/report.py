@@ -321,11 +321,10 @@ class Problem:
             last=mistake.last,
         )
 
-    def suggest(self, suggestion: Suggestion) -> None:
-        """Replace the suggestion."""
-        self.suggestion = suggestion
-        if self.finding is not None:
-            self.finding.suggestion = suggestion
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What tells it from other problems of a report."""
+        return self.look, self.what, self.file, self.line
 
     def is_like(self, other: Problem) -> bool:
         """Whether another problem has the same place and kind."""
@@ -374,6 +373,7 @@ class ExaminationReport(NonFiniteReport):
     kind = "examination"
     problems: list[Problem] = field(default_factory=list)  # without those of `findings` and `loop`
     unseen: list[str] = field(default_factory=list)  # what was not looked at
+    suggestions: dict[Any, Suggestion] = field(default_factory=dict)  # by key of a problem, where one was tried
     losses: list[float] = field(default_factory=list)  # unscaled, one for each call of backward
 
     def ranked(self) -> list[Problem]:
@@ -381,6 +381,8 @@ class ExaminationReport(NonFiniteReport):
         places = {(each.origin.file, each.origin.line): each for each in reversed(self.findings)}
         findings = [each for each in self.findings if places[each.origin.file, each.origin.line] is each]
         problems = [*map(Problem.of_loop, self.loop), *map(Problem.of_finding, findings), *self.problems]
+        for problem in problems:
+            problem.suggestion = self.suggestions.get(problem.key, problem.suggestion)
         return sorted(problems, key=lambda problem: (list(_GRADES).index(problem.grade), problem.step))
 
     def add_problem(self, problem: Problem) -> None:

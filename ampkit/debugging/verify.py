@@ -123,11 +123,11 @@ def _candidates(problem: Problem, region: Region) -> Iterator[Outside]:
                 extended = change.extended(problem.finding)
                 if extended is not None:
                     yield extended
-    elif problem.kind == "underflow" or (problem.kind == "loop" and "underflow" in problem.what):
+    elif "underflow" in (problem.what if problem.kind == "loop" else problem.kind) and problem.phase != "forward":
         yield LossScale()
     elif problem.kind == "stale cast":
         yield NoCache()
-    elif problem.kind in ("absorbed", "imprecise", "rounded"):
+    elif problem.kind in ("absorbed", "imprecise", "rounded", "underflow"):
         place = Lines(problem.file, problem.line, problem.line)
         made = None if problem.made is None else line_of(problem.made)
         if made is not None:
@@ -158,12 +158,12 @@ def verify(report: ExaminationReport, region: Region, command: Sequence[str], se
             helps, evidence = _run(problem, change, command, seconds)
             if helps:
                 found = Suggestion(change.code, "change", True, f"verified: {evidence}", tuple(tried))
-                problem.suggest(found)
+                report.suggestions[problem.key] = found
                 break
             tried.append(f"{change.code} ({evidence})")
         else:
             if tried and problem.suggestion is not None:
-                problem.suggest(problem.suggestion.without_change(tuple(tried)))
+                report.suggestions[problem.key] = problem.suggestion.without_change(tuple(tried))
 
 
 def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: float) -> tuple[bool, str]:
