@@ -29,9 +29,11 @@ from ampkit.debugging.proposed_changes import advice_on_precision
 from ampkit.debugging.report import ExaminationReport, Finding, Problem
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.tape import Tape
+from ampkit.debugging.two_scales import TwoScales
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
 
-DEAR: tuple[type[DearLook], ...] = ()
+DEAR: tuple[type[DearLook], ...] = (TwoScales,)
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
 _RANDOM_STEP = 0.02  # the chance of another step to be chosen
 
@@ -122,6 +124,7 @@ class Examination(detect_nonfinite):
             )
             self._found_before = found
         self._dear = [look(self) for look in DEAR if chosen or look.every_step]
+        self._tape = Tape() if chosen else None
         if chosen:
             self._dear_started = time.process_time()
             self.precision = PrecisionComparison.beside(self)

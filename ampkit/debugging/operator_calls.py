@@ -63,7 +63,6 @@ class DearLook:
     """A look of `examine` that costs more than a pass over each result; made in some steps unless `every_step`."""
 
     every_step = False
-    unseen = ""  # what it could not look at, in words
 
     def __init__(self, observer: OperatorObserver[Any]) -> None:
         self.observer = observer

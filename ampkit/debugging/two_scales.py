@@ -142,14 +142,15 @@ class TwoScales(DearLook):
         super().__init__(observer)
         self._problems: list[Problem] = []
 
-    def before_backward(self, roots: Sequence[Tensor], *, scaled: bool) -> None:
+    def before_backward(self, roots: Sequence[Tensor], gradients: Any, scaled: bool) -> None:
         """Look at a backward that is about to run."""
         ranks = torch.distributed
         if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
             self.unseen = "backward with several scales, which all ranks would have to run at once"
             return
         try:
-            findings = compare_scales(roots)
+            starts = (gradients,) if isinstance(gradients, Tensor) else gradients
+            findings = compare_scales(roots, starts)
         except Exception as error:  # of the user's functions
             self.unseen = f"backward with several scales: {str(error).partition(chr(10))[0][:100]}"
             return
