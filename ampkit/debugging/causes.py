@@ -45,7 +45,7 @@ class Cause:
     text: str
     value: float | None = None
     limit: float | None = None
-    is_exact: bool = False  # of "undefined": all that led to it was computed in float64, and the result is the same
+    is_exact: bool = False  # all that led to it was computed in float64 too, and the result is no other
 
 
 CONSTANT = Cause("constant", "an inf or NaN that the code asks for")

@@ -262,7 +262,9 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         finding.symptom, finding.step, finding.scale = _symptom(symptom), self.step, self.scale
         finding.skipped = origin.only_gradients and _is_cured_by_scaler(finding)
         if not finding.skipped:
-            changes = changes_for(finding, self.modules.region, self.modules.model)
+            # What is undefined is no matter of precision, as long as no call is known that rounded its operands.
+            undefined = finding.cause.kind in ("undefined", "from inf")
+            changes = () if undefined else changes_for(finding, self.modules.region, self.modules.model)
             finding.suggestion = suggestion(changes, advice(finding))
         return finding
 
@@ -387,8 +389,9 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         )
         if explanation.makers:
             event.rounded = causes.Cause("rounded", explanation.text)
-        elif finding.cause.kind == "undefined":
-            finding.cause = replace(finding.cause, is_exact=explanation.exact)
+            return
+        finding.cause = replace(finding.cause, is_exact=explanation.exact)
+        if finding.cause.kind == "undefined":
             zero = maker_of_zero(tape, call.index)
             finding.made = None if zero is None else Operation(**self._operation_fields(zero))
 

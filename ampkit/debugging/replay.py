@@ -122,17 +122,17 @@ class _Search:
     def _explanation(self) -> tuple[Explanation, set[int]]:
         """An explanation, and the indices of the calls that it is based on."""
         all_broken = self._broken(())
-        exact: list[int] = []
-        cured: list[Tensor] = []
-        depth = 1
-        while depth < 2 * len(self._levels):  # the shortest chain with an effect
-            exact = [each.call.index for level in self._levels[: depth + 1] for each in level]
-            cured = self._significant(_without(all_broken, self._broken(exact)), exact)
-            if _count(cured):
-                break
-            depth *= 2
+        exact = list(self._calls)
+        cured = self._significant(_without(all_broken, self._broken(exact)), exact)
         if not _count(cured):
             return Explanation(exact=self._is_complete()), set()
+        depth = 1
+        while depth < len(self._levels):  # the shortest chain with an effect
+            chain = [each.call.index for level in self._levels[: depth + 1] for each in level]
+            if self._suffices(chain, cured):
+                exact = chain
+                break
+            depth *= 2
         makers: list[Maker] = []
         calls: set[int] = set()
         left = cured
