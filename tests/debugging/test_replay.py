@@ -101,9 +101,15 @@ def nothing_by_nothing(x: Tensor) -> Tensor:
 
 @case(EXACT, F16)
 def a_difference_that_is_zero(x: Tensor) -> Tensor:
-    """Float64 computes 1e-17, of which the logarithm is finite by chance."""
     y = x.float() * 0 + 0.3
     return ((y * 3 / 3).half() - y.half()).abs().log()
+
+
+@case(EXACT, F16)
+def a_difference_that_float64_rounds(x: Tensor) -> Tensor:
+    """Float64 computes 1e-16, of which the logarithm is finite by chance."""
+    y = x.float() * 0 + 0.9
+    return (y / 7 * 7 - y).abs().log()
 
 
 @case(EXACT, F16)
