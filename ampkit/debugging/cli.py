@@ -16,12 +16,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ampkit.debugging import compare
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.examine import Examination
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError, Report
+from ampkit.debugging.run_record import record_run
 from ampkit.debugging.verify import applied, verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -31,7 +33,15 @@ _INTERRUPT = "the script was interrupted"
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    tools = {"nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor}
+    if arguments[:1] == ["compare"]:
+        return compare.main(arguments[1:])
+    tools = {
+        "nonfinite": _nonfinite,
+        "precision": _precision,
+        "loop": _loop,
+        "monitor": _monitor,
+        "record": _record,
+    }
     if arguments and arguments[0] in tools:
         options = _parser().parse_args(arguments)
         tool = tools[options.tool]
@@ -57,8 +67,8 @@ def _examination_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ampkit debug",
         description="Find out where numbers go wrong in a training script, which stays as it is.",
-        epilog="Parts of it, by name in front of the script: nonfinite, loop, precision, monitor. They win over a "
-        "script with the same name, which is written ./loop.",
+        epilog="Parts of it, by name in front of the script: nonfinite, loop, precision, monitor, record, compare. "
+        "They win over a script with the same name, which is written ./loop.",
     )
     parser.add_argument(
         "--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end"
@@ -91,7 +101,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F",
         help="file for the samples, a line of JSON each; an existing file is replaced",
     )
-    for tool in (nonfinite, precision, loop, monitor):
+    record = tools.add_parser("record", help="numbers of each operator of some steps, for `ampkit debug compare A B`")
+    record.add_argument(
+        "--out",
+        type=_absolute,
+        default="ampkit-run-{rank}.jsonl",
+        metavar="F",
+        help="file for the record; {rank} is the rank; an existing file is replaced",
+    )
+    for tool in (nonfinite, precision, loop, monitor, record):
         _add_script(tool)
     return parser
 
@@ -168,6 +186,12 @@ def _monitor(options: Any) -> tuple[Report, str]:
         why = _run(options, monitor)
     report.incomplete = why or report.incomplete
     return report, f"{report}\n{monitor}"
+
+
+def _record(options: Any) -> tuple[Report, str]:
+    record = record_run(options.out)
+    record.report.incomplete = _run(options, record)
+    return record.report, str(record.report)
 
 
 def _too_early(step: int, *, checked: bool) -> str:
