@@ -370,16 +370,16 @@ class Roundings:
         known = self._rounded.get(source)
         if known is None or is_opaque(target) or known[0] != storage_key(target):
             return None
-        name = self._observer.state_name(target)
+        owner, name = self._observer.state_name(target)
         dtype = dtype_name(target.dtype)
         return Problem.at(
             Operation(**self._observer._operation_fields(call)),
             grade="lost",
             look="rounded",
             kind="rounded",
-            what=f"{name} is rounded to {known[1]} in place",
-            why=f"it is {dtype}, and its own values are written back to it after a cast",
-            suggestion=Suggestion(f"keep {name} in {dtype}: leave out the cast"),
+            what=f"{owner} is rounded to {known[1]} in place",
+            why=f"{name} is {dtype}, and its own values are written back to it after a cast",
+            suggestion=Suggestion(f"leave out the cast: keep the values in {dtype}"),
             step=self._observer.step,
         )
 

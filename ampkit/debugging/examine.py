@@ -12,8 +12,10 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import dataloader
@@ -22,9 +24,11 @@ from ampkit.debugging import causes
 from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums
 from ampkit.debugging.detect import detect_nonfinite, rank
+from ampkit.debugging.find import try_changes
+from ampkit.debugging.nonfinite_origins import Event
 from ampkit.debugging.operator_calls import DearLook, OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.precision import PrecisionComparison, compare_precision
 from ampkit.debugging.proposed_changes import advice_on_precision
 from ampkit.debugging.report import ExaminationReport, Finding, Problem
 from ampkit.debugging.snapshot import TrainingSnapshot
@@ -75,15 +79,15 @@ class Examination(detect_nonfinite):
         """Where the outermost open region was entered, which keeps casts until it is left; None outside of regions."""
         return self._check.regions[0] if self._check.regions else None
 
-    def state_name(self, tensor: Tensor) -> str:
-        """The name of a tensor in the state of an optimizer, or of a parameter or buffer."""
+    def state_name(self, tensor: Tensor) -> tuple[str, str]:
+        """What a tensor belongs to, and its name: the state of an optimizer, a parameter or buffer, or neither."""
         key = storage_key(tensor)
         for optimizer in self._check.optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and not is_opaque(value) and storage_key(value) == key:
-                        return f"the optimizer's {name} of {self._name_of(parameter) or 'a parameter'}"
-        return self._name_of(tensor) or "a tensor"
+                        return "the optimizer's state", f"{name} of {self._name_of(parameter) or 'a parameter'}"
+        return self._name_of(tensor) or "a tensor", "it"
 
     def _new_report(self) -> ExaminationReport:
         return ExaminationReport(rank=rank())
@@ -225,6 +229,22 @@ class Examination(detect_nonfinite):
                 self._name_data(event.finding, tensor)
         return indices
 
+    def _explain(
+        self,
+        event: Event,
+        call: OperatorCall,
+        func: OpOverload,
+        before: Any,
+        inputs: list[Any],
+        outputs: list[Tensor],
+    ) -> None:
+        super()._explain(event, call, func, before, inputs, outputs)
+        finding = event.finding
+        computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
+        if finding.cause.kind == "overflow" and call.phase == "forward" and not computed:
+            text = f"{finding.cause.text}; no parameter took part in it: it arrived with the data"
+            finding.cause = replace(finding.cause, text=text)
+
     def _name_data(self, finding: Finding, tensor: Tensor) -> None:
         """Say where in the data a broken value is."""
         loaded = self._loaded.get(tensor)
@@ -294,4 +314,11 @@ def examine(step: Callable[[], Any], model: Module, *, steps: int = 4, state: It
     with snapshot, examination as report:
         for _ in range(steps):
             step()
+    if report.findings:
+        try_changes(report, step, model, snapshot, examination.modules.region)
+    for problem in report.problems:
+        if problem.look == "precision":
+            with snapshot:
+                problem.suggestion = compare_precision(step, model).suggestion or problem.suggestion
+            break
     return report

@@ -60,13 +60,15 @@ def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[An
         report.note = f"the compiled step is finite; run eagerly: {report.findings[0]}"
         report.findings = []
         return report
-    finding = report.findings[0]
-    if report.loop and finding.scale is not None:
-        finding.suggestion = Suggestion("correct the loop first, see above", evidence="it mishandles scaled gradients")
-    else:
-        changes = changes_for(finding, replay.region, model)
-        finding.suggestion = suggestion(changes, advice(finding), replay.attempt)
+    replay.suggest(report)
     return report
+
+
+def try_changes(
+    report: NonFiniteReport, step: Callable[[], Any], model: Module, snapshot: TrainingSnapshot, region: Region
+) -> None:
+    """Try changes for the first finding of a report of a step, from the state in `snapshot`."""
+    _Replay(step, model, snapshot, region).suggest(report)
 
 
 @dataclass
@@ -86,6 +88,17 @@ class _Replay:
             self._step()
         self.region = detect.modules.region
         return report
+
+    def suggest(self, report: NonFiniteReport) -> None:
+        """Try changes for the first finding of a report."""
+        finding = report.findings[0]
+        if report.loop and finding.scale is not None:
+            finding.suggestion = Suggestion(
+                "correct the loop first, see above", evidence="it mishandles scaled gradients"
+            )
+        else:
+            changes = changes_for(finding, self.region, self._model)
+            finding.suggestion = suggestion(changes, advice(finding), self.attempt)
 
     def is_finite_compiled(self) -> bool:
         """Whether the step's results, parameters and gradients are finite without a tool, thus compiled."""

@@ -140,10 +140,6 @@ class Suggestion:
     evidence: str = ""
     tried: tuple[str, ...] = ()  # changes that did not help
 
-    def without_change(self, tried: tuple[str, ...]) -> Suggestion:
-        """Return the advice that is left where the changes `tried` did not help."""
-        return replace(self, code="" if self.kind == "change" else self.code, kind="advice", tried=tried)
-
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
         return [

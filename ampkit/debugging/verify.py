@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampkit.debugging.proposed_changes import LineChange, Lines, Region, changes_for, line_of
+from ampkit.debugging.proposed_changes import LineChange, Lines, Region, advice, changes_for, line_of
 from ampkit.debugging.report import ExaminationReport, Problem, Suggestion
 
 _MORE_STEPS = 4  # so many steps after the one with the symptom
@@ -162,8 +163,9 @@ def verify(report: ExaminationReport, region: Region, command: Sequence[str], se
                 break
             tried.append(f"{change.code} ({evidence})")
         else:
-            if tried and problem.suggestion is not None:
-                report.suggestions[problem.key] = problem.suggestion.without_change(tuple(tried))
+            if tried:
+                left = problem.suggestion if problem.finding is None else advice(problem.finding)
+                report.suggestions[problem.key] = replace(left or Suggestion(""), tried=tuple(tried))
 
 
 def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: float) -> tuple[bool, str]:
@@ -187,6 +189,7 @@ def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: flo
         try:
             subprocess.run(
                 [sys.executable, "-m", "ampkit", "debug", *options, *command],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
