@@ -463,6 +463,7 @@ class _Zeros(NamedTuple):
 
     operation: Operation
     rounded: bool  # the exact result is not 0
+    counts: bool  # it is more than rounding of the loss in float32
 
 
 class Gradients:
@@ -498,21 +499,21 @@ class Gradients:
             if known is None:
                 operation = Operation(**self._observer._operation_fields(call), dtype=dtype_name(output.dtype))
                 changed = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
-                known = _Zeros(operation, self._is_rounded(call, func, changed))
+                known = _Zeros(operation, *self._is_rounded(call, func, changed))
             self._zeros.set(output, known)
 
-    def _is_rounded(self, call: OperatorCall, func: OpOverload, before: Any) -> bool:
-        """Whether the exact result has elements other than 0 that are more than rounding of the loss in float32."""
+    def _is_rounded(self, call: OperatorCall, func: OpOverload, before: Any) -> tuple[bool, bool]:
+        """Whether the exact result has elements other than 0, and whether they are more than rounding of the loss."""
         if not any(tensor.dtype in SIXTEEN_BIT for tensor in call.tensors) and "_to_copy" not in call.facts.name:
-            return False
+            return False, False
         if call.facts.communicates or call.facts.opaque_state or call.facts.random:
-            return False
+            return False, False
         try:
             size = sum(float(exact.abs().sum()) for exact in run_in_float64(func, call.facts, *before))
         except Exception:  # operators without float64 raise many kinds of errors
-            return False
+            return False, False
         losses = self._observer.losses
-        return size > 1e-5 * abs(losses[-1] if losses else 0.0) * (self._observer.scale or 1.0)
+        return size > 0, size > 1e-5 * abs(losses[-1] if losses else 0.0) * (self._observer.scale or 1.0)
 
     def step_starts(self, optimizer: Any) -> None:
         """Look at the gradients that an optimizer is about to use."""
@@ -550,7 +551,7 @@ class Gradients:
         for p, zeros in rounded.items():
             problem = Problem.at(
                 zeros.operation,
-                grade="lost",
+                grade="lost" if zeros.counts else "note",
                 look="gradients",
                 kind="underflow",
                 what=f"the gradient of {self._observer._name_of(p) or 'a parameter'} is 0 {steps}",
@@ -577,16 +578,16 @@ class Gradients:
                 else:
                     problems.append(Problem("note", "gradients", kind, what))
         shares = {name: sum(each) / len(each) for name, each in self._lost.items() if len(each) >= _MIN_STEPS}
-        worst = {name: share for name, share in shares.items() if share > 0.5}
-        if worst and len(worst) > len(shares) / 2:
-            most = max(worst, key=worst.__getitem__)
+        most = max(shares, key=shares.__getitem__, default="")
+        lost = sum(shares.values()) / max(1, len(shares))
+        if lost > 0.2:
             problems.append(
                 Problem(
-                    "lost",
+                    "lost" if lost > 0.5 else "note",
                     "updates",
                     "lost update",
-                    f"the optimizer's updates of {len(worst)} of {len(shares)} parameters in 16 bits are mostly lost",
-                    f"{worst[most]:.0%} of the elements of {most} do not change: the update is below half a unit in "
+                    f"{lost:.0%} of the optimizer's updates of weights in 16 bits are rounded away",
+                    f"{shares[most]:.0%} of the elements of {most} do not change: the update is below half a unit in "
                     "the last place",
                     *self._line,
                     suggestion=Suggestion(
