@@ -478,6 +478,12 @@ class Gradients:
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         self._lost: dict[str, list[float]] = {}
         self._line = ("", 0)
+        self._update = ""  # the operator that wrote the parameters last
+
+    def parameters_written(self, call: OperatorCall, outputs: list[Tensor]) -> None:
+        """Note the operator of an optimizer that writes parameters."""
+        if self._before and any(output is parameter for output in outputs for parameter, _, _ in self._before[:1]):
+            self._update = call.facts.name
 
     def operator_ran(
         self,
@@ -590,6 +596,8 @@ class Gradients:
                     f"{shares[most]:.0%} of the elements of {most} do not change: the update is below half a unit in "
                     "the last place",
                     *self._line,
+                    self._update,
+                    phase="optimizer",
                     suggestion=Suggestion(
                         "keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"
                     ),

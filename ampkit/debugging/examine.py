@@ -190,6 +190,8 @@ class Examination(detect_nonfinite):
         self._sums.operator_ran(call, func, args, kwargs, before, outputs)
         if call.phase == "backward":
             self._gradients.operator_ran(call, func, args, kwargs, before, outputs, ranges)
+        if call.phase == "optimizer" and call.facts.mutable:
+            self._gradients.parameters_written(call, outputs)
         if call.index % 256 == 0:
             self.on_operator()
 

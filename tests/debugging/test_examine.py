@@ -224,7 +224,7 @@ def test_updates_that_are_rounded_away() -> None:
     found = next(
         p for p in problems(trained(model, lambda: model(batch).square().mean()), model) if p.look == "updates"
     )
-    assert (found.grade, found.kind) == ("lost", "lost update")
+    assert (found.grade, found.kind, found.op) == ("lost", "lost update", "aten::add_.Tensor")
     assert "masters" in (found.suggestion.code if found.suggestion else "")
 
 
