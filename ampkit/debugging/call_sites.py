@@ -52,7 +52,12 @@ class Caller(NamedTuple):
         if self.code is None:
             return "", 0
         lines = (line for start, end, line in self.code.co_lines() if start <= self.instruction < end and line)
-        return self.code.co_filename.removeprefix(os.path.join(os.getcwd(), "")), next(lines, self.code.co_firstlineno)
+        return relative(self.code.co_filename), next(lines, self.code.co_firstlineno)
+
+
+def relative(filename: str) -> str:
+    """A file's name, relative to the working directory if it is below it."""
+    return filename.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def find_caller(depth: int, *, recompute: bool = False) -> Caller:

@@ -45,6 +45,7 @@ class Cause:
     text: str
     value: float | None = None
     limit: float | None = None
+    is_exact: bool = False  # all that led to it was computed in float64 too, and the result is no other
 
 
 CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
@@ -103,15 +104,21 @@ def broken_elements(outputs: Sequence[Tensor]) -> str:
     return text
 
 
-def rounded_number(
-    numbers: Sequence[float], dtype: torch.dtype, into: Sequence[float] = (0.0, 1.0, -1.0)
-) -> str | None:
-    """The first of some Python numbers that a dtype rounds to a number in `into`, in words; None without one."""
-    for number in numbers:
-        rounded = float(torch.tensor(number, dtype=dtype))
-        if rounded != number and rounded in into:
-            return f"{number:.10g} is {rounded:g} in {dtype_name(dtype)}"
-    return None
+def broken_positions(tensor: Tensor) -> str:
+    """What is inf or NaN in a tensor of data, and in which rows and columns, if these are few."""
+    broken = ~torch.isfinite(tensor)
+    names = [name for name, found in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(found.any())]
+    text = f"{' and '.join(names)} in {int(broken.sum())} of {tensor.numel()} elements"
+    if tensor.ndim == 0:
+        return text
+    for name, mask in (
+        ("row", broken.reshape(broken.shape[0], -1).any(1)),
+        ("column", broken.reshape(-1, broken.shape[-1]).any(0) if broken.ndim > 1 else broken[:0]),
+    ):
+        found = mask.nonzero().flatten().tolist()
+        if 0 < len(found) < min(4, mask.numel() + 1):
+            text += f", {name}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {mask.numel()}"
+    return text
 
 
 def largest_finite(values: Tensor) -> float:
@@ -302,16 +309,9 @@ _BACKWARD: dict[str, tuple[str, str]] = {
     },
 }
 
-_POLES_AT_ONE = ("acos", "asin", "atanh", "erfinv", "log1p", "logit")
-
 
 def _base(op: str) -> str:
     return op.partition("::")[2].partition(".")[0].rstrip("_").removeprefix("_foreach_")
-
-
-def poles(op: str, backward_of: str) -> tuple[float, ...]:
-    """The numbers where an operator, or its derivative, may be undefined: 0, for some operators also 1 and -1."""
-    return (0.0, 1.0, -1.0) if _base(backward_of or op) in _POLES_AT_ONE else (0.0,)
 
 
 def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:

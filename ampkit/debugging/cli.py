@@ -1,7 +1,8 @@
-"""`ampkit debug`: runs a debugging tool on a training script, without changes to the script.
+"""`ampkit debug`: runs a training script under the debugging tools, without changes to the script.
 
-Reports go to stdout, errors to stderr. Exit codes: 0 clean, 1 something was found, 2 bad input, 3 inconclusive, 130
-interrupted.
+`ampkit debug train.py` is the examination. The name of a tool in front of the script runs this tool alone; a script
+with the name of a tool is written `./loop`. Reports go to stdout, progress and errors to stderr. Exit codes: 0 clean,
+1 something was found, 2 bad input, 3 inconclusive, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import time
 import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ampkit.debugging import compare
 from ampkit.debugging.detect import detect_nonfinite, rank
+from ampkit.debugging.examine import Examination
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.rehearse import judge
 from ampkit.debugging.rehearse_script import AGAINST, ScriptTrainings, run_task
 from ampkit.debugging.report import NonFiniteError, Report
+from ampkit.debugging.run_record import record_run
+from ampkit.debugging.verify import applied, verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _INTERRUPT = "the script was interrupted"
@@ -28,16 +34,24 @@ _INTERRUPT = "the script was interrupted"
 
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns the exit code."""
-    options = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["compare"]:
+        return compare.main(arguments[1:])
     tools = {
         "nonfinite": _nonfinite,
         "precision": _precision,
         "loop": _loop,
         "monitor": _monitor,
+        "record": _record,
         "rehearse": _rehearse,
     }
+    if arguments and arguments[0] in tools:
+        options = _parser().parse_args(arguments)
+        tool = tools[options.tool]
+    else:
+        options, tool = _examination_parser().parse_args(arguments), _examine
     try:
-        report, text = tools[options.tool](options)
+        report, text = tool(options)
         print(text)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
@@ -50,6 +64,24 @@ def main(argv: list[str] | None = None) -> int:
     if report.status == "inconclusive":
         return INTERRUPTED if report.incomplete == _INTERRUPT else INCONCLUSIVE
     return FOUND if report else CLEAN
+
+
+def _examination_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ampkit debug",
+        description="Find out where numbers go wrong in a training script, which stays as it is.",
+        epilog="Parts of it, by name in front of the script: nonfinite, loop, precision, monitor, record, compare. "
+        "They win over a script with the same name, which is written ./loop.",
+    )
+    parser.add_argument(
+        "--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end"
+    )
+    parser.add_argument("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
+    parser.add_argument("--no-verify", action="store_true", help="do not run the script again to try changes")
+    parser.add_argument("--look-at", type=int, help=argparse.SUPPRESS)  # the only step with dear looks
+    parser.add_argument("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
+    _add_script(parser)
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,18 +104,64 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F",
         help="file for the samples, a line of JSON each; an existing file is replaced",
     )
+    record = tools.add_parser("record", help="numbers of each operator of some steps, for `ampkit debug compare A B`")
+    record.add_argument(
+        "--out",
+        type=_absolute,
+        default="ampkit-run-{rank}.jsonl",
+        metavar="F",
+        help="file for the record; {rank} is the rank; an existing file is replaced",
+    )
     rehearsal = tools.add_parser("rehearse", help="whether low precision costs a training anything, and what to keep")
     rehearsal.add_argument("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
     rehearsal.add_argument("--against", choices=AGAINST, help="judge this recipe; without it the precision as it is")
     rehearsal.add_argument("--task", help=argparse.SUPPRESS)  # of one of the processes that the command starts
-    for tool in (nonfinite, precision, loop, monitor, rehearsal):
-        tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
-        tool.add_argument("script")
-        tool.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    for tool in (nonfinite, precision, loop, monitor, record, rehearsal):
+        _add_script(tool)
     return parser
 
 
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
 # The tools: each runs the script, and returns its report and the text to print.
+
+
+def _examine(options: Any) -> tuple[Report, str]:
+    examination = Examination()
+    examination.dear_at = options.look_at
+    report, started = examination.report, time.monotonic()
+    shows_progress, last = sys.stderr.isatty(), started
+
+    def step_ended() -> None:
+        if examination.step == options.steps or (options.seconds and time.monotonic() - started > options.seconds):
+            _stop()
+
+    def progress() -> None:
+        nonlocal last
+        if shows_progress and time.monotonic() - last > 1:
+            last = time.monotonic()
+            found = len(report.findings) + len(report.problems) + len(report.loop)
+            text = f"step {examination.step}, {examination.count} operators, {found} found, {last - started:.0f} s"
+            print(f"\r{text:70}", end="", file=sys.stderr, flush=True)
+
+    examination.on_step, examination.on_operator = step_ended, progress
+    if shows_progress:
+        print("\rthe script starts", end="", file=sys.stderr, flush=True)
+    with applied(options.apply):
+        report.incomplete = _run(options, examination)
+    if report and not options.no_verify and report.rank is None and report.incomplete != _INTERRUPT:
+        command = [options.script, *options.arguments]
+        if shows_progress:
+            print(f"\r{'the script runs again with a change':70}", end="", file=sys.stderr, flush=True)
+        seconds = 60 + 3 * (time.monotonic() - started)
+        verify(report, examination.modules.region, command, seconds)
+    if shows_progress:
+        print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+    return report, str(report)
 
 
 def _nonfinite(options: Any) -> tuple[Report, str]:
@@ -127,6 +205,12 @@ def _rehearse(options: Any) -> tuple[Report, str]:
     text = str(report)
     report.incomplete = _INTERRUPT if report.incomplete else ""
     return report, text
+
+
+def _record(options: Any) -> tuple[Report, str]:
+    record = record_run(options.out)
+    record.report.incomplete = _run(options, record)
+    return record.report, str(record.report)
 
 
 def _too_early(step: int, *, checked: bool) -> str:

@@ -20,9 +20,13 @@ from ampkit.debugging.nonfinite_origins import Event, Origin, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
+from ampkit.debugging.replay import explain, maker_of_zero
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.tape import Tape
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
+
+_MAX_EXPLAINED = 2  # replays of the operator of one line: an inf that something absorbs is met in each step
 
 
 def _is_cured_by_scaler(finding: Finding) -> bool:
@@ -107,16 +111,42 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
     def __init__(self, model: Module | None = None, on_found: Literal["raise", "record"] = "raise") -> None:
         if on_found not in ("raise", "record"):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
-        super().__init__(model, NonFiniteReport(rank=rank()))
+        super().__init__(model, self._new_report())
         self.losses: list[float] = []  # unscaled, one for each call of backward
         self._events: dict[int, Event] = {}  # of this step: the broken ones, and those that read them
         self._on_found = on_found
         self._complete = True  # False: an exception ended the step, and a later operator could absorb an inf
         self._writers: StorageMap[_Writers] = StorageMap()
+        self._tape: Tape | None = Tape()  # None: operators are not explained by replaying what led to them
+        self._explained: dict[tuple[str, str, int, str], int] = {}  # how often a replay has explained an operator's inf
         self._backwards = 0  # calls of backward in this step
         self._next = 0  # index of the next event
         self._left: set[int] = set()  # the broken events of the last step that a scaler skipped
         self._begun_step = False  # the step has computed something that counts, see `_observe`
+
+    def _new_report(self) -> NonFiniteReport:
+        return NonFiniteReport(rank=rank())
+
+    def _run(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator once and return its result."""
+        return func(*args, **kwargs)
+
+    def _ran(
+        self,
+        call: OperatorCall,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
+        result: Any,
+        outputs: list[Tensor],
+        ranges: list[tuple[float, float]],
+    ) -> None:
+        """Called after an operator.
+
+        `before` has copies of what it wrote in place, by identity of the tensor, `outputs` the results that can be
+        read, and `ranges` their smallest and largest values, unless these mean nothing yet.
+        """
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -143,12 +173,15 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if (written or buffers) and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
         writers = [] if facts.shape_only else [self._writers_of(tensor) for tensor in read]
-        result = func(*args, **kwargs)
+        result = self._run(call, func, args, kwargs)
+        if self._tape is not None:
+            self._tape.ran(call, func, args, kwargs, result, kept)
         if call.starts_backward:
             self._note_loss(call.tensors[0])
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
         inputs = tuple({index for indices in writers for index in indices or () if index in self._events})
         if not outputs:  # a comparison, an index, or a number on the host
+            self._ran(call, func, args, kwargs, kept, result, outputs, [])
             inputs = tuple(index for index in inputs if not self._events[index].scalar)  # loops often check a loss
             if inputs and isinstance(result, Tensor) and result.dtype is torch.bool:
                 self._events[self._next] = Event(self._next, call.phase, inputs)
@@ -156,15 +189,20 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             return result
         event = Event(self._next, call.phase, inputs, scalar=all(output.numel() == 1 for output in outputs))
         self._next += 1
+        if facts.is_given:
+            return result  # what reads it finds a tensor that was there before
         for output in outputs:
             self._note_writer(output, event.index, call)
         if facts.uninitialized or facts.communicates:
             # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
             finding = self._keep(event, call, outputs[0])
             finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
+            self._ran(call, func, args, kwargs, kept, result, outputs, [])
             return result
-        for output in outputs:
-            event.note_range(*causes.extremes(output))
+        ranges = list(map(causes.extremes, outputs))
+        self._ran(call, func, args, kwargs, kept, result, outputs, ranges)
+        for low, high in ranges:
+            event.note_range(low, high)
         if event.broken:
             before = map_tensors((args, kwargs), lambda each: kept.get(id(each), each)) if kept else (args, kwargs)
             tensors = [_Input(kept.get(id(t), t), t, indices) for t, indices in zip(read, writers, strict=False)]
@@ -184,6 +222,8 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
                 self._add_findings()
         finally:
             self._events.clear()
+            if self._tape is not None:
+                self._tape.clear()
             self.scale = None
             self._backwards = 0
             self._begun_step = False
@@ -208,7 +248,9 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         event, symptom = origin.event, origin.symptom
         finding: Finding = replace(event.finding)
         cause = finding.cause
-        if cause.kind == "undefined" and finding.origin.backward_of:
+        if event.rounded is not None:
+            finding.cause, finding.made = event.rounded, finding.makers[0]
+        elif cause.kind == "undefined" and finding.origin.backward_of:
             text = causes.advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
             finding.cause = replace(cause, text=text)
         elif cause.kind == "constant":
@@ -220,7 +262,9 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         finding.symptom, finding.step, finding.scale = _symptom(symptom), self.step, self.scale
         finding.skipped = origin.only_gradients and _is_cured_by_scaler(finding)
         if not finding.skipped:
-            changes = changes_for(finding, self.modules.region, self.modules.model)
+            # What is undefined is no matter of precision, as long as no call is known that rounded its operands.
+            undefined = finding.cause.kind in ("undefined", "from inf")
+            changes = () if undefined else changes_for(finding, self.modules.region, self.modules.model)
             finding.suggestion = suggestion(changes, advice(finding))
         return finding
 
@@ -330,24 +374,26 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         )
         args, kwargs = before
         finding.cause = causes.find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
-        if finding.cause.kind == "undefined":
-            self._follow_pole(finding, inputs)
+        place = (finding.origin.op, finding.origin.file, finding.origin.line, finding.origin.phase)
+        known = self._explained.get(place, 0)
+        if self._tape is not None and finding.cause.kind in ("undefined", "from inf") and known < _MAX_EXPLAINED:
+            self._explained[place] = known + 1
+            self._replay(self._tape, event, call)
 
-    def _follow_pole(self, finding: Finding, inputs: list[_Input]) -> None:
-        """Find the call that computed an input where the operator is undefined, or the constant that was rounded."""
-        poles = causes.poles(finding.origin.op, finding.origin.backward_of)
-        for before, tensor, _ in inputs:
-            written = self._writers.get(tensor)
-            if written is None or written.call is None or not before.is_floating_point():
-                continue
-            present = [pole for pole in poles if bool((before == pole).any())]
-            rounded = causes.rounded_number(written.call.numbers, before.dtype, present)
-            if rounded is not None:
-                finding.made = Operation(**self._operation_fields(written.call))
-                finding.cause = causes.Cause("rounded", rounded)
-                return
-            if written.call.phase != "optimizer" and 0 in present:
-                finding.made = finding.made or Operation(**self._operation_fields(written.call))
+    def _replay(self, tape: Tape, event: Event, call: OperatorCall) -> None:
+        """Find the calls that rounded the operands of a call that is undefined for them."""
+        finding, explanation = event.finding, explain(tape, call.index)
+        finding.makers = tuple(
+            Operation(**self._operation_fields(maker.call), dtype=causes.dtype_name(maker.dtype))
+            for maker in explanation.makers
+        )
+        if explanation.makers:
+            event.rounded = causes.Cause("rounded", explanation.text)
+            return
+        finding.cause = replace(finding.cause, is_exact=explanation.exact)
+        if finding.cause.kind == "undefined":
+            zero = maker_of_zero(tape, call.index)
+            finding.made = None if zero is None else Operation(**self._operation_fields(zero))
 
     def _blamed(self, broken: _Input, low: float, high: float, call: OperatorCall, reader: int) -> tuple[int, ...]:
         """The event to blame for a broken input with this range; none if a writer is known to be broken already."""

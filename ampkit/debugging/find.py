@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
-from ampkit.debugging.causes import Cause, poles, rounded_number
 from ampkit.debugging.detect import detect_nonfinite
-from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.proposed_changes import Change, Region, advice, changes_for, suggestion
-from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, OperatorError, Suggestion
+from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Suggestion
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.policy.policy import Policy
-from ampkit.torch_internals.operator_tracing import OpOverload
 
 _MAX_RULES = 8  # the most modules or lines of one change, which are added one by one
 _VERIFIED_STEPS = 4  # so many steps in a row must be finite with a change
@@ -30,8 +25,7 @@ _MAX_STEPS = 30  # the most steps to wait for these, while a loss scale settles
 def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[Any] = ()) -> NonFiniteReport:
     """Find the operators where a step's inf and NaN begin and their causes, and try changes.
 
-    The step runs once under `detect_nonfinite`. If an operator is undefined for a 0, the step runs again beside a
-    float64 copy of itself, to distinguish a 0 that was rounded from one that is exact. Then changes are tried: a policy
+    The step runs once under `detect_nonfinite`. Then changes are tried: a policy
     for steps in ampkit's regions, lines in float32 for all steps. A change is verified if four steps in a row with it
     are finite and update the parameters, and the loss does not grow a hundredfold. A change that failed is not
     suggested.
@@ -67,13 +61,15 @@ def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[An
         report.note = f"the compiled step is finite; run eagerly: {report.findings[0]}"
         report.findings = []
         return report
-    finding = report.findings[0] = replay.with_cause(report.findings[0])
-    if report.loop and finding.scale is not None:
-        finding.suggestion = Suggestion("correct the loop first, see above", evidence="it mishandles scaled gradients")
-    else:
-        changes = changes_for(finding, replay.region, model, replay.policy)
-        finding.suggestion = suggestion(changes, advice(finding), replay.attempt)
+    replay.suggest(report)
     return report
+
+
+def try_changes(
+    report: NonFiniteReport, step: Callable[[], Any], model: Module, snapshot: TrainingSnapshot, region: Region
+) -> None:
+    """Try changes for the first finding of a report of a step, from the state in `snapshot`."""
+    _Replay(step, model, snapshot, region).suggest(report)
 
 
 @dataclass
@@ -95,6 +91,17 @@ class _Replay:
         self.region, self.policy = detect.modules.region, detect.modules.policy
         return report
 
+    def suggest(self, report: NonFiniteReport) -> None:
+        """Try changes for the first finding of a report."""
+        finding = report.findings[0]
+        if report.loop and finding.scale is not None:
+            finding.suggestion = Suggestion(
+                "correct the loop first, see above", evidence="it mishandles scaled gradients"
+            )
+        else:
+            changes = changes_for(finding, self.region, self._model, self.policy)
+            finding.suggestion = suggestion(changes, advice(finding), self.attempt)
+
     def is_finite_compiled(self) -> bool:
         """Whether the step's results, parameters and gradients are finite without a tool, thus compiled."""
         with self._snapshot:
@@ -102,24 +109,11 @@ class _Replay:
             tensors += [p.grad for p in self._model.parameters() if p.grad is not None]
             return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
-    def with_cause(self, finding: Finding) -> Finding:
-        """The finding; if its 0, 1 or inf was made by rounding, with the operator that rounded it as the cause."""
-        if finding.cause.kind not in ("undefined", "from inf") or not finding.inputs:
-            return finding
-        run = _OriginRun(self._model, finding)
-        with self._snapshot, run:
-            self._step()
-        rounding = run.rounding()
-        if rounding is None:
-            return finding
-        made, text = rounding
-        return replace(finding, made=made, cause=Cause("rounded", text))
-
     def attempt(self, change: Change) -> tuple[Change, bool, str]:
         """Try a change, and extend it by further modules or lines while steps are not finite with it."""
         helps, evidence, left = self._verify(change)
         for _ in range(_MAX_RULES - 1):
-            extended = None if left is None else change.extended(self.with_cause(left))
+            extended = None if left is None else change.extended(left)
             if extended is None:
                 break
             change = extended
@@ -155,43 +149,3 @@ class _Replay:
         elif len(losses) > 1:
             evidence += f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}"
         return True, evidence, None
-
-
-class _OriginRun(PrecisionComparison):
-    """Runs a step beside a float64 copy, to find the call that rounded an input of the finding's operator."""
-
-    def __init__(self, model: Module, finding: Finding) -> None:
-        super().__init__(model, torch.float64)
-        self._index = finding.origin.index
-        self._poles = poles(finding.origin.op, finding.origin.backward_of)
-        self._maker = -1  # index of that call
-        self._numbers: dict[int, tuple[tuple[float, ...], torch.dtype]] = {}  # Python numbers and dtype by call
-        self.value = 0.0  # the rounded input, which differs in float64
-
-    def _observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if call.index == self._index:
-            for tensor in filter(self.copies.has_copy, call.tensors):
-                error, value = self.copies.error(tensor), self._rounded(tensor, self.copies.read(tensor))
-                if value is not None:
-                    self._maker = max(self._maker, error.maker if error.lost < 0 or value else error.lost)
-                    self.value = value
-        result = super()._observe(call, func, args, kwargs)
-        if call.numbers and isinstance(result, Tensor):
-            self._numbers[call.index] = call.numbers, result.dtype
-        return result
-
-    def rounding(self) -> tuple[OperatorError, str] | None:
-        """The call that rounded an input to a value where the operator is undefined, and how; None without one."""
-        call = next((call for call in self.report.operators if call.index == self._maker), None)
-        if call is None or not (call.lost or call.dtype in ("float16", "bfloat16")):
-            return None  # float32 without underflow is exact enough
-        how = "it underflows" if call.lost and self.value == 0 else "its inputs are rounded"
-        text = f"{self.value:g} in {call.dtype}, and not in exact arithmetic: {how}"
-        numbers, dtype = self._numbers.get(call.index, ((), torch.float32))
-        return call, rounded_number(numbers, dtype) or text
-
-    def _rounded(self, tensor: Tensor, reference: Tensor) -> float | None:
-        """A value where the operator is undefined that a tensor has and its reference does not; None without one."""
-        if not tensor.is_floating_point():
-            return None
-        return next((pole for pole in self._poles if bool(((tensor == pole) & (reference != pole)).any())), None)

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.debugging.call_sites import find_caller
-from ampkit.debugging.report import LoopFinding, LoopReport
+from ampkit.debugging.report import Grade, LoopFinding, LoopReport
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operators import current_device_type
 
@@ -72,6 +72,8 @@ class check_loop:
     - gradients that are clipped, or whose norm is read, while they are scaled;
     - an optimizer that steps with scaled gradients;
     - `update` that is missing or called twice, `unscale_` that is called twice;
+    - gradients that are unscaled although the loss was not scaled;
+    - a call that raises an exception which is suppressed;
     - `backward` inside an autocast region;
     - a scaler with bfloat16, or float16 without a scaler where gradients underflow;
     - gradients that are never zeroed, or that are zeroed between backward and step;
@@ -103,6 +105,12 @@ class check_loop:
         self._loss_is_scaled = False  # by a call of `scale` that no backward has followed yet
         self._dtypes: set[torch.dtype] = set()  # of the regions that were entered since the last step
         self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
+        self.regions: list[_Line] = []  # where the open regions were entered, innermost last
+        self.on_backward: Callable[[list[Any], Any, bool], None] = lambda *arguments: (
+            None
+        )  # called before each backward
+        self._raised: tuple[str, str, _Line] | None = None  # the last call that raised: its name, the error, the line
+        self._scaled = False  # `scale` was called since the last update
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -131,6 +139,7 @@ class check_loop:
                     self._wrap(stack, cls, "step", self._scheduler)
             for cls in (torch.autocast, autocast):
                 self._wrap(stack, cls, "__enter__", self._region)
+                self._wrap(stack, cls, "__exit__", self._region_left)
             stack.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
             stack.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
             self._open = stack.pop_all()
@@ -143,6 +152,11 @@ class check_loop:
         elif not self.report.iterations:
             self.report.incomplete = "no optimizer stepped"
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were called."""
+        return list(self._optimizers)
+
     def _wrap(self, stack: ExitStack, owner: Any, name: str, watch: Callable[..., Any]) -> None:
         """Have `watch`, a generator, run until its `yield` before a function, and from there after it."""
         inner = vars(owner)[name]
@@ -153,6 +167,7 @@ class check_loop:
                 self.scaler = args[0]
             if self._depth or sys._getframe(1).f_code.co_filename.startswith(_AMPKIT_LOOPS):
                 return inner(*args, **kwargs)  # called by another wrapped function, or by a loop of ampkit's own
+            self._note_suppressed()
             self._depth += 1
             try:
                 around: Iterator[None] = watch(*args, **kwargs)
@@ -160,24 +175,39 @@ class check_loop:
                 result = inner(*args, **kwargs)
                 next(around, None)
                 return result
+            except Exception as error:
+                self._raised = name, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}", _caller()
+                raise
             finally:
                 self._depth -= 1
 
         setattr(owner, name, wrapped)
         stack.callback(setattr, owner, name, inner)
 
-    def _add(self, what: str, change: str, at: _Line | None = None) -> None:
+    def _note_suppressed(self) -> None:
+        """Add a finding if the loop goes on after one of its calls raised an error."""
+        if self._raised is not None:
+            name, error, line = self._raised
+            self._raised = None
+            self._add(
+                f"{name} raises an exception that is suppressed: {error}",
+                f"do not suppress exceptions around {name}, whose work is left out: correct the call",
+                line,
+            )
+
+    def _add(self, what: str, change: str, at: _Line | None = None, *, grade: Grade = "wrong") -> None:
         file, line = at or _caller()
         now = self.report.iterations
         for finding in self.report.loop:
             if (finding.what, finding.file, finding.line) == (what, file, line):
                 finding.last = now
                 return
-        self.report.loop.append(LoopFinding(what, file, line, change, now, now))
+        self.report.loop.append(LoopFinding(what, file, line, change, now, now, grade))
 
     # --- the scaler
 
     def _scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self._scaled = True
         if scaler.is_enabled():
             self._loss_is_scaled = True
             if self._dtypes == {torch.bfloat16}:
@@ -185,6 +215,7 @@ class check_loop:
                     "a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and "
                     "skips steps",
                     "scaler = GradScaler(enabled=False), or float16 in the region",
+                    grade="note",
                 )
         yield
 
@@ -197,9 +228,19 @@ class check_loop:
                 if state.scaled
                 else "call scaler.unscale_(optimizer) once, before clipping",
             )
+        self._check_scaled(scaler, state)
         state.scaler, state.unscaled = scaler, True
         yield
         state.scaled = False
+
+    def _check_scaled(self, scaler: Any, state: _OptimizerState) -> None:
+        """Add a finding if gradients are about to be unscaled although no loss was scaled."""
+        if scaler.is_enabled() and state.backwards and not (self._scaled or state.scaled or state.unscaled):
+            self._add(
+                "gradients are divided by the loss scale, and the loss was not scaled",
+                "scaler.scale(loss).backward()",
+                _most_frequent(state.backwards),
+            )
 
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         state = self._state_of(optimizer)
@@ -209,6 +250,7 @@ class check_loop:
                 "scaler.update() after scaler.step(optimizer)",
                 state.stepped_at,
             )
+        self._check_scaled(scaler, state)
         state.scaler, state.stepped_at, state.scaled = scaler, _caller(), False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
@@ -225,6 +267,7 @@ class check_loop:
                 "update is called twice for one backward", "call scaler.update() once, after the last scaler.step"
             )
         self._updated.add(scaler)
+        self._scaled = False
         for state in self._optimizers.values():
             if state.scaler is scaler:
                 state.stepped_at, state.unscaled = None, False
@@ -240,6 +283,7 @@ class check_loop:
             self._add(
                 "backward runs inside the autocast region, which casts its operators again",
                 "leave the region first: loss.backward() outside of `with autocast`",
+                grade="note",
             )
         if scaled:
             self._updated.clear()
@@ -249,6 +293,7 @@ class check_loop:
         retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
         divided = retained or (loss is not None and _is_divided(loss, scaled))
         unscaled_float16 = not scaled and torch.float16 in self._dtypes
+        self.on_backward(list(roots), args[0] if args else kwargs.get("grad_tensors"), scaled)
         with ExitStack() as hooks:
             if unscaled_float16 and loss is not None and any(s.underflows for s in self._optimizers.values()):
                 self._casts.clear()
@@ -344,12 +389,14 @@ class check_loop:
                     f"gradients are clipped {times} times for one step, after each backward",
                     "clip once, after the last backward and before the step",
                     line,
+                    grade="note",
                 )
         if most > 1 and not state.divided:
             self._add(
                 f"gradients of {most} backward calls are summed, and the losses are not divided",
                 f"(loss / {most}).backward(), so that they are averaged",
                 _most_frequent(state.backwards),
+                grade="note",
             )
 
     def _check_underflow(self, state: _OptimizerState, largest: list[float]) -> None:
@@ -396,15 +443,22 @@ class check_loop:
                     "the scheduler steps although the scaler skipped the step",
                     "step it only where the step was taken: scale = scaler.get_scale() before update(), and "
                     "scheduler.step() if scaler.get_scale() >= scale",
+                    grade="note",
                 )
             state.steps_since_scheduler = 0
         yield
 
     def _region(self, region: Any) -> Iterator[None]:
+        line = _caller()
         yield
+        self.regions.append(line)
         for device in {"cpu", current_device_type()}:
             if torch.is_autocast_enabled(device):
                 self._dtypes.add(torch.get_autocast_dtype(device))
+
+    def _region_left(self, region: Any, *error: Any) -> Iterator[None]:
+        yield
+        del self.regions[-1:]
 
 
 def _has_nonzero(gradient: Tensor) -> bool:

@@ -24,6 +24,7 @@ class Event:
     shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""  # which of these its result is
     scalar: bool = False
     finding: Any = None  # the `report.Finding` of a broken result
+    rounded: Any = None  # the `causes.Cause` if its operands are what rounding made
 
     def note_range(self, low: float, high: float) -> None:
         """Note which non-finite values its result contains, given its smallest and its largest value."""

@@ -26,7 +26,6 @@ _UNINITIALIZED = frozenset(
         "new_empty",
         "new_empty_strided",
         "resize_",
-        "set_.source_Storage_storage_offset",
     )
 )
 _UNSAFE_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
@@ -64,6 +63,8 @@ class OperatorFacts:
             and not self.literal
         )
         self.uninitialized = self.name in _UNINITIALIZED
+        # Tensors made of a storage that was there before, as of a batch in a worker's shared memory.
+        self.is_given = base == "set_"
         self.takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)

@@ -161,6 +161,15 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
     def _module_ends(self, module: Module, args: Any, result: Any) -> Any:
         return None if torch.compiler.is_compiling() else self.changes.leave(result)
 
+    @classmethod
+    def beside(cls, observer: OperatorObserver[Any]) -> PrecisionComparison:
+        """A comparison of the step that another observer observes, which calls `_observe` for each operator."""
+        comparison = cls(observer.modules.model)
+        comparison.modules = observer.modules
+        comparison._forward, comparison._forward_before = observer._forward, observer._forward_before
+        comparison.report.step = observer.step
+        return comparison
+
     def run(self, step: Callable[[], Any]) -> PrecisionReport:
         """Compare a step, and the tensors that it returns."""
         with self as report:
@@ -195,7 +204,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             self.report.reference_loss = float(self.copies.read(inputs[0])) / scale
             self.changes.backward_starts(inputs[0])
         written = facts.written(args, kwargs)
-        refusal = _OPTIMIZER if call.phase == "optimizer" else _why_not(facts, func, args, kwargs)
+        refusal = _OPTIMIZER if call.phase == "optimizer" else why_not_again(facts, func, args, kwargs)
         if not refusal:
             return self._run_three(call, func, args, kwargs, low, [*written, *facts.possibly_written(args, kwargs)])
         result = func(*args, **kwargs)
@@ -418,7 +427,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         return any(isinstance(value, torch.dtype) and value is not self.copies.wide(value) for value in values)
 
 
-def _why_not(facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def why_not_again(facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why an operator cannot run again; "" if it can."""
     if facts.communicates:
         return "it communicates with other processes"

@@ -227,12 +227,12 @@ def suggestion(
     """The first change that helps, or advice.
 
     `attempt` tries a change, which it may extend, and returns the change, whether it helps, and the evidence. Without
-    `attempt` the first change is suggested as not verified.
+    `attempt` the first change is advice.
     """
     tried = []
     for change in changes:
         if attempt is None:
-            return Suggestion(change.code, "change", evidence="not verified: find_nonfinite(step, model) tries it")
+            return Suggestion(change.code, evidence="not tried: find_nonfinite(step, model) tries it")
         change, helps, evidence = attempt(change)
         if helps:
             return Suggestion(change.code, "change", True, f"verified: {evidence}", tuple(tried))
@@ -243,18 +243,23 @@ def suggestion(
 def changes_for(
     finding: Finding, region: Region, model: Module | None, policy: Policy | None = None
 ) -> Iterator[Change]:
-    """Changes that may cure a finding, the likeliest first; none where float16 and bfloat16 take no part.
+    """Changes that may cure a finding, the likeliest first; none where float16 and bfloat16 did not cause it.
 
     `policy` is the one that the step's regions were given, if any.
     """
-    origin, made = finding.origin, finding.made
-    if finding.cause.kind in ("arrived", "received", "constant", "uninitialized") or origin.phase == "optimizer":
+    origin, makers, cause = finding.origin, finding.makers, finding.cause
+    if cause.kind in ("arrived", "received", "constant", "uninitialized") or origin.phase == "optimizer":
         return
-    texts = (origin.dtype, "" if made is None else made.dtype, *finding.inputs)
+    if cause.is_exact:
+        return  # float64 has no finite value either
+    texts = [maker.dtype for maker in makers] or [origin.dtype, *finding.inputs]
     if not any("float16" in text for text in texts):  # bfloat16 too
         return
-    line = (made and line_of(made)) or line_of(origin)
-    yield from _changes(origin.module, line, finding.device, region, model, policy)
+    lines = [line for each in makers or (origin,) if (line := line_of(each)) is not None]
+    path = makers[0].module if makers else origin.module
+    yield from _changes(path, lines[0] if lines else None, finding.device, region, model, policy)
+    if len(set(lines)) > 1:
+        yield LineChange(finding.device, region, tuple(dict.fromkeys(lines)))
 
 
 def _changes(

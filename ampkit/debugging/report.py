@@ -16,6 +16,8 @@ from ampkit.debugging.causes import PASSED_ON, Cause
 from ampkit.text_tables import table
 
 Status = Literal["clean", "found", "inconclusive"]
+Grade = Literal["wrong", "lost", "note"]
+_GRADES: dict[str, str] = {"wrong": "certainly wrong", "lost": "numbers are lost", "note": "worth knowing"}
 VERSION = 1
 LARGEST_HARMLESS_CHANGE = 3e-3  # of a loss of 3 or less, expected from the rounding of one module
 COMPILED = (
@@ -34,6 +36,7 @@ class LoopFinding:
     change: str
     first: int  # iteration: the number of optimizer steps before it, skipped steps included
     last: int
+    grade: Grade = "wrong"
 
     def __str__(self) -> str:
         when = f"iteration {self.first}" if self.first == self.last else f"iterations {self.first} to {self.last}"
@@ -165,6 +168,8 @@ class Finding:
     suggestion: Suggestion | None = None
     elements: str = ""  # how many are broken, and in which rows
     made: Operation | None = None  # the operator that computed the 0 or inf that the origin cannot take
+    makers: tuple[Operation, ...] = ()  # all that rounded such a value, by their share
+    last: int = 0  # the last step in which it was found
 
     def __str__(self) -> str:
         shown = list(self.inputs[:3])
@@ -238,10 +243,186 @@ class NonFiniteReport(Report):
         findings = self.skipped if finding.skipped else self.findings
         for earlier in findings:
             if earlier.is_like(finding) or (finding.cause.kind == "arrived" and self.findings):
-                earlier.times += 1
+                earlier.times, earlier.last = earlier.times + 1, finding.step
                 return False
+        finding.last = finding.step
         findings.append(finding)
         return True
+
+
+@dataclass
+class Problem:
+    """One entry of the ranked report: a place in the user's code, why, and what to change.
+
+    `grade` is "wrong" (certain), "lost" (numbers are lost) or "note" (worth knowing, no alarm). `look` is the look that
+    found it, `kind` the kind of its cause.
+    """
+
+    grade: Grade
+    look: str
+    kind: str
+    what: str  # the symptom in the user's words
+    why: str = ""
+    file: str = ""
+    line: int = 0
+    op: str = ""
+    module: str = ""
+    phase: str = ""
+    backward_of: str = ""
+    suggestion: Suggestion | None = None
+    step: int = 0
+    last: int = 0
+    times: int = 1
+    finding: Finding | None = None  # of inf and NaN
+    made: Operation | None = None  # the operator that computed the value that is the cause
+
+    @classmethod
+    def at(cls, operation: Operation, **fields: Any) -> Problem:
+        """Return the problem of an operator, with its place."""
+        keys = ("file", "line", "op", "module", "phase", "backward_of")
+        return cls(**{key: getattr(operation, key) for key in keys}, **fields)
+
+    @classmethod
+    def of_finding(cls, finding: Finding) -> Problem:
+        """Return the problem of inf or NaN."""
+        data = finding.cause.kind == "arrived" and not finding.parameter
+        elements = f"; {finding.elements}" if finding.elements else ""
+        inputs = "; inputs " + ", ".join(finding.inputs[:3]) if finding.inputs else ""
+        return cls.at(
+            finding.origin,
+            grade="wrong",
+            look="data" if data else "nonfinite",
+            kind=finding.cause.kind,
+            what=finding.symptom,
+            why=finding.why() + elements + inputs,
+            suggestion=finding.suggestion,
+            step=finding.step,
+            last=finding.last,
+            times=finding.times,
+            finding=finding,
+            made=finding.made,
+        )
+
+    @classmethod
+    def of_loop(cls, mistake: LoopFinding) -> Problem:
+        """Return the problem of a mistake of the loop."""
+        return cls(
+            mistake.grade,
+            "loop",
+            "loop",
+            mistake.what,
+            file=mistake.file,
+            line=mistake.line,
+            suggestion=Suggestion(mistake.change, "advice"),
+            step=mistake.first,
+            last=mistake.last,
+        )
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What tells it from other problems of a report."""
+        return self.look, self.what, self.file, self.line
+
+    def is_like(self, other: Problem) -> bool:
+        """Whether another problem has the same place and kind."""
+        keys = ("look", "kind", "what", "file", "line", "op")
+        return all(getattr(self, key) == getattr(other, key) for key in keys)
+
+    def place(self) -> str:
+        """Return the file and the line, the module, and the operator, as far as they are known."""
+        op = self.op.removeprefix("aten::") + (" in backward" if self.phase == "backward" else "")
+        return ", ".join(part for part in (f"{self.file}:{self.line}" if self.file else "", self.module, op) if part)
+
+    def __str__(self) -> str:
+        when = f"step {self.step}" if self.last <= self.step else f"steps {self.step} to {self.last}"
+        lines = [f"{self.place() or 'the whole run'}: {self.what}, in {when}"]
+        if self.why:
+            lines.append(f"  why     {self.why}")
+        if self.suggestion is not None and self.suggestion.code:
+            verified = "" if self.suggestion.kind == "advice" else f"    # {self.suggestion.evidence}"
+            lines.append(f"  {self.suggestion.kind:7} {self.suggestion.code}{verified}")
+        return "\n".join(lines)
+
+    def to_dict(self, rank: int) -> dict[str, Any]:
+        """Return the keys of the JSON."""
+        data = {key: value for key, value in vars(self).items() if key not in ("finding", "suggestion", "kind", "made")}
+        change = self.suggestion or Suggestion("")
+        return {
+            "rank": rank,
+            **data,
+            "cause": self.kind,
+            "made": self.made and {key: getattr(self.made, key) for key in ("file", "line", "op", "module")},
+            "change": change.code if change.kind == "change" else "",
+            "advice": change.code if change.kind == "advice" else "",
+            "verified": change.verified,
+            "evidence": change.evidence,
+            "tried": list(change.tried),
+        }
+
+
+@dataclass
+class ExaminationReport(NonFiniteReport):
+    """The report of `examine`: one ranked list of all that was found.
+
+    Truthy with a problem that is certainly wrong or loses numbers; what is only worth knowing is no finding.
+    """
+
+    kind = "examination"
+    problems: list[Problem] = field(default_factory=list)  # without those of `findings` and `loop`
+    unseen: list[str] = field(default_factory=list)  # what was not looked at
+    suggestions: dict[Any, Suggestion] = field(default_factory=dict)  # by key of a problem, where one was tried
+    losses: list[float] = field(default_factory=list)  # unscaled, one for each call of backward
+
+    def ranked(self) -> list[Problem]:
+        """Return all problems: by grade, mistakes of the loop before what follows from them, then by step."""
+        places = {(each.origin.file, each.origin.line): each for each in reversed(self.findings)}
+        findings = [each for each in self.findings if places[each.origin.file, each.origin.line] is each]
+        problems = [*map(Problem.of_loop, self.loop), *map(Problem.of_finding, findings), *self.problems]
+        for problem in problems:
+            problem.suggestion = self.suggestions.get(problem.key, problem.suggestion)
+        return sorted(problems, key=lambda problem: (list(_GRADES).index(problem.grade), problem.step))
+
+    def add_problem(self, problem: Problem) -> None:
+        """Add a problem, or count it with an earlier one of the same place and kind."""
+        for earlier in self.problems:
+            if earlier.is_like(problem):
+                earlier.times, earlier.last = earlier.times + 1, problem.step
+                return
+        problem.last = max(problem.last, problem.step)
+        self.problems.append(problem)
+
+    def __bool__(self) -> bool:
+        return any(problem.grade != "note" for problem in self.ranked())
+
+    def __str__(self) -> str:
+        rank = f"rank {self.rank}: " if self.rank is not None else ""
+        lines = [COMPILED] if self.compiled else []
+        if self.incomplete:
+            lines.append(f"{rank}the run did not reach its end: {self.incomplete}")
+        previous = ""
+        for problem in self.ranked():
+            if problem.grade != previous:
+                lines.append(f"{_GRADES[problem.grade]}:")
+                previous = problem.grade
+            lines.append(rank + str(problem))
+        if not self:
+            lines.append(f"{rank}no fault found")
+        checked = f"{self.operators} operators in {_counted(self.steps, 'step')}"
+        if self.skipped:
+            checked += (
+                f"; the scaler skipped {_counted(sum(each.times for each in self.skipped), 'step')}, as it should"
+            )
+        lines.append(f"looked at {checked}" + "".join(f"; not at {text}" for text in self.unseen))
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the whole report as JSON text."""
+        keys = ("incomplete", "steps", "operators", "rank", "compiled", "unseen")
+        head = {"kind": f"ampkit.debugging.{self.kind}", "version": 2, "status": self.status, "text": str(self)}
+        findings = [problem.to_dict(i) for i, problem in enumerate(self.ranked(), 1)]
+        body = {key: getattr(self, key) for key in keys}
+        body["loss"] = [self.losses[0], self.losses[-1]] if self.losses else [None, None]
+        return json.dumps(plain({**head, **body, "findings": findings}), indent=1, allow_nan=False)
 
 
 class NonFiniteError(FloatingPointError):

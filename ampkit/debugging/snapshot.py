@@ -34,7 +34,7 @@ class TrainingSnapshot:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]]
         self._optimizers = weakref.WeakKeyDictionary()
         self._others: dict[int, tuple[Any, Any]] = {}
-        self._random = [(set_state, get_state()) for get_state, set_state in _generators()]
+        self._random = [(set_state, get_state()) for get_state, set_state in generators()]
         for other in others:
             self.add(other)
 
@@ -113,7 +113,7 @@ def _copied(value: Any) -> Any:
     return copy.copy(value)
 
 
-def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """For each random number generator, the functions that get and set its state."""
     yield random.getstate, random.setstate
     yield torch.get_rng_state, torch.set_rng_state

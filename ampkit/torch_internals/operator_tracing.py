@@ -22,6 +22,8 @@ __all__ = [
     "node_name",
     "node_sequence_number",
     "only_observed",
+    "revived",
+    "set_version",
     "storage_key",
     "without_dispatch",
 ]
@@ -30,6 +32,9 @@ without_dispatch = torch._C._DisableTorchDispatch
 current_node = torch._C._current_autograd_node
 # Of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
 next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+
+# Sets the versions of tensors, by which autograd notices that a saved tensor was written in place.
+set_version = torch._C._autograd._unsafe_set_version_counter
 
 
 class ObserverMode(TorchDispatchMode):
@@ -51,6 +56,11 @@ class ObserverMode(TorchDispatchMode):
 def only_observed() -> bool:
     """Whether every active dispatch mode only observes: none traces, records or makes fake tensors."""
     return all(isinstance(mode, ObserverMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def revived(weak: StorageWeakRef) -> Any:
+    """The storage of a weak reference; None if it is freed."""
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 
 
 def node_name(node: Any) -> str:

@@ -51,8 +51,8 @@ def test_five_lines() -> None:
     assert lines[1].startswith("  origin    aten::addmm, 1, ")
     assert lines[2].startswith("  why       overflow: the result is ")
     assert "float16 ends at 6.55e+04; inputs float16[8] up to" in lines[2]
-    assert lines[3] == '  change    policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})'
-    assert lines[4] == "  evidence  not verified: find_nonfinite(step, model) tries it"
+    assert lines[3] == '  advice    policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})'
+    assert lines[4] == "  evidence  not tried: find_nonfinite(step, model) tries it"
     finding = raised.value.report.findings[0]
     exact = model.get_parameter("1.weight").detach().half().double() @ model[0](EIGHTS[:1]).detach().half().double().T
     assert finding.cause.value == pytest.approx(float(exact.abs().max()), rel=0.02)
@@ -79,8 +79,8 @@ def test_find_nonfinite_verifies_a_change_of_two_rules() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "torch", "ampkit"])
 def test_no_change_that_failed_is_suggested(kind: str) -> None:
-    """No precision helps: the change that was tried is listed as such, and the suggestion is advice."""
-    model = nn.Sequential(nn.Linear(8, 4), Middle(lambda x: x / (x * 0)), nn.Linear(4, 1))
+    """Float32 overflows too: the change that was tried is listed as such, and the suggestion is advice."""
+    model = nn.Sequential(nn.Linear(8, 4), Middle(lambda x: x * 1e39), nn.Linear(4, 1))
     batch = EIGHTS
     if kind == "none":
         model, batch = model.half(), batch.half()
@@ -89,6 +89,26 @@ def test_no_change_that_failed_is_suggested(kind: str) -> None:
     assert (suggestion.kind, suggestion.verified) == ("advice", False)
     assert suggestion.tried
     assert f"  tried     did not help: {suggestion.tried[0]}" in suggestion.lines()
+
+
+UNDEFINED: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x / (x * 0),
+    lambda x: (x - x).log(),
+    lambda x: (x.abs() * 0).sqrt(),  # in backward
+    lambda x: x.masked_fill(x == x, -math.inf).softmax(-1),
+]
+
+
+@pytest.mark.parametrize("function", UNDEFINED)
+@pytest.mark.parametrize("find", [True, False])
+def test_what_is_undefined_in_exact_arithmetic_gets_no_change_of_precision(function: Any, find: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), Middle(function), nn.Linear(4, 1))
+    step = step_of(model, EIGHTS, "torch")
+    finding = (debugging.find_nonfinite(step, model) if find else recorded(step, model)).findings[0]
+    assert finding.cause.is_exact
+    assert finding.suggestion is not None
+    assert (finding.suggestion.kind, finding.suggestion.tried) == ("advice", ())
+    assert not any(word in finding.suggestion.code for word in ("float32", ".float()", "autocast"))
 
 
 def test_what_is_finite_for_one_step_only_is_not_verified() -> None:

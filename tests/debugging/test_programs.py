@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler
 from ampkit.debugging import TensorMonitor, compare_precision, detect_nonfinite
+from ampkit.debugging.examine import Examination
 from tests.debugging.models import Middle, cnn, mlp
 from tests.debugging.planted import B16, F16, F32, Step, region
 from tests.helpers.ranks import on_ranks
@@ -621,8 +622,8 @@ def test_a_healthy_program(name: str) -> None:
         for _ in range(3):
             step()
 
-    def nonfinite(model: nn.Module, step: Step) -> None:
-        with detect_nonfinite(model, on_found="record") as report:
+    def examined(model: nn.Module, step: Step) -> None:
+        with Examination(model) as report:
             plain(model, step)
         assert report.status == "clean", str(report)
         assert report.steps >= 3
@@ -638,7 +639,7 @@ def test_a_healthy_program(name: str) -> None:
             plain(model, step)
 
     expected = run(plain)
-    for tool in nonfinite, precision, monitored:
+    for tool in examined, precision, monitored:
         values = run(tool)
         changed = [i for i, value in enumerate(expected) if not torch.equal(values[i], value)]
         assert changed == [], f"{tool.__name__} changes parameters, buffers or random numbers"
@@ -691,7 +692,7 @@ def test_tensors_of_other_kinds(kind: str) -> None:
             model.zero_grad()
             operator(OTHERS[kind](model(torch.randn(4, 8))) * (0 if operator is torch.log else 1)).sum().backward()
 
-        with detect_nonfinite(model, on_found="record") as report:
+        with Examination(model) as report:
             step()
         assert report.status == status, str(report)
         compare_precision(step, model)

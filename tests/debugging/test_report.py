@@ -11,6 +11,7 @@ from torch import nn
 
 from ampkit import autocast, debugging
 from ampkit.__main__ import main
+from ampkit.debugging.examine import Examination
 from ampkit.debugging.rehearse import RehearsalReport
 from ampkit.debugging.report import NonFiniteReport
 from tests.debugging.models import filled
@@ -38,8 +39,12 @@ def test_every_key_is_on_the_page() -> None:
 
     model = nn.Linear(4, 1).bfloat16()
     precision = debugging.compare_precision(lambda: model(torch.ones(2, 4).bfloat16()).sum().backward(), model)
+    with Examination(model) as examined:
+        model(torch.full((2, 4), 3e38).bfloat16() * 10).sum().backward()
+    assert examined
     names = {*precision.opaque, *precision.given, *precision.gradients, *precision.loss_changes}
-    for data in map(json.loads, (found().to_json(), precision.to_json(), RehearsalReport().to_json())):
+    reports = found(), precision, RehearsalReport(), examined
+    for data in (json.loads(report.to_json()) for report in reports):
         assert {key for key in keys(data) - names if f"`{key}`" not in page} == set()
 
 

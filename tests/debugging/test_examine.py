@@ -1,0 +1,357 @@
+"""`examine` and `ampkit debug train.py`: one run, one ranked list."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ampkit import autocast, debugging
+from ampkit.__main__ import main
+from ampkit.debugging.examine import Examination
+from ampkit.debugging.report import Problem
+from tests.debugging.models import mlp
+
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def line_of(text: str) -> int:
+    """The number of the line of this file that ends with a comment."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+
+
+def problems(run: Callable[[], Any], model: nn.Module | None = None) -> list[Problem]:
+    """What an examination finds in a run."""
+    with Examination(model) as report:
+        run()
+    return report.ranked()
+
+
+def only(run: Callable[[], Any], model: nn.Module | None = None) -> Problem:
+    found = problems(run, model)
+    assert len(found) == 1, found
+    return found[0]
+
+
+# --- sums
+
+
+def count(dtype: torch.dtype, times: int = 40) -> Tensor:
+    total = torch.zeros((), dtype=dtype)  # made
+    for _ in range(times):
+        total += 64.0  # added
+    return total
+
+
+def average(dtype: torch.dtype) -> Tensor:
+    mean = torch.ones(300, dtype=dtype)  # average made
+    for step in range(60):
+        mean.mul_(0.999).add_(torch.full((300,), 1.0 + step), alpha=0.001)  # averaged
+    return mean
+
+
+def not_in_place(dtype: torch.dtype) -> Tensor:
+    total = torch.zeros((), dtype=dtype)
+    for _ in range(3000):
+        total = total + 1  # out of place
+    return total
+
+
+@pytest.mark.parametrize(
+    ("run", "line", "made"),
+    [
+        (lambda dtype: count(dtype, 400), "added", "made"),
+        (average, "averaged", "average made"),
+        (not_in_place, "out of place", None),
+    ],
+)
+def test_a_sum_that_stops(run: Callable[[torch.dtype], Tensor], line: str, made: str | None) -> None:
+    """With the line that adds, and the line that makes it in 16 bits; in float32 nothing is lost."""
+    found = only(lambda: run(B16))
+    assert (found.grade, found.kind, found.line) == ("lost", "absorbed", line_of(line))
+    assert found.made is not None
+    assert made is None or found.made.line == line_of(made)
+    assert found.suggestion is not None
+    assert "float32" in found.suggestion.code
+    assert problems(lambda: run(F32)) == []
+
+
+def test_a_counter_in_float32_stops_too() -> None:
+    def run() -> None:
+        tokens = torch.full((), 2.0**24)
+        for _ in range(20):
+            tokens += 1
+
+    assert only(run).kind == "absorbed"
+
+
+def test_rounding_of_a_sum_that_moves_is_no_finding() -> None:
+    assert problems(lambda: count(B16)) == []
+    assert (
+        problems(lambda: [torch.ones((), dtype=F16).add_(1e-8) for _ in range(20)]) == []
+    )  # an eps, each time on another
+
+
+# --- casts older than their weights
+
+
+def steps_inside(region: Callable[[], Any], *, step: bool = True) -> Callable[[], None]:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        with region():  # region
+            for _ in range(4):
+                loss = model(torch.ones(2, 4)).float().sum()
+                with torch.autocast("cpu", enabled=False):
+                    torch.autograd.backward(loss)
+                if step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    return run
+
+
+def test_casts_that_are_older_than_their_weights() -> None:
+    found = next(
+        each for each in problems(steps_inside(lambda: torch.autocast("cpu", dtype=B16))) if each.look == "casts"
+    )
+    assert (found.grade, found.kind, found.line) == ("wrong", "stale cast", line_of("region"))
+    assert "linear" in found.op or "addmm" in found.op
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        steps_inside(lambda: autocast("cpu", dtype=B16)),
+        steps_inside(lambda: torch.autocast("cpu", dtype=B16, cache_enabled=False)),
+        steps_inside(lambda: torch.autocast("cpu", dtype=B16), step=False),
+    ],
+)
+def test_casts_that_are_not(run: Callable[[], None]) -> None:
+    """Those of ampkit's regions are never stale."""
+    assert not any(found.look == "casts" for found in problems(run))
+
+
+def test_a_cast_of_the_users_own_is_worth_knowing() -> None:
+    weight = nn.Parameter(torch.ones(4))
+
+    def run() -> None:
+        half = weight.bfloat16()
+        with torch.no_grad():
+            weight.mul_(2.0)
+        (half * 2).sum()
+
+    assert only(run).grade == "note"
+
+
+# --- data
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_inf_in_the_data(workers: int) -> None:
+    """Through a worker's shared memory too, which is no memory that was not written to."""
+    x = torch.ones(8, 3)
+    x.numpy()[5, 1] = float("inf")  # where the examination does not see it
+    model = nn.Linear(3, 1)
+
+    def run() -> None:
+        for (batch,) in DataLoader(TensorDataset(x), batch_size=4, num_workers=workers):  # loader
+            model(batch).sum()
+
+    found = only(run)
+    assert (found.grade, found.look, found.kind) == ("wrong", "data", "arrived")
+    if workers:
+        assert f"batch 1 of the loader at tests/debugging/test_examine.py:{line_of('loader')}" in found.why
+        assert "inf in 1 of 12 elements, row 1 of 4, column 1 of 3" in found.why
+    else:
+        assert found.line == line_of("loader")
+
+
+def test_an_outlier_in_the_data() -> None:
+    model = nn.Sequential(nn.Linear(3, 1))
+    batch = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1e9, 3.0]])
+
+    def run() -> None:
+        with autocast("cpu", dtype=F16):
+            model(batch).float().sum().backward()
+
+    found = problems(run)[0]
+    assert "no parameter took part in it: it arrived with the data" in found.why
+    assert "in row 1 of 2" in found.why
+
+
+# --- gradients, updates, rounding
+
+
+def trained(model: nn.Module, loss: Callable[[], Tensor], steps: int = 4) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+
+    return run
+
+
+def test_a_gradient_that_rounding_makes_zero() -> None:
+    """With the cast that does it; a gradient that is 0 in exact arithmetic, or missing, is no finding."""
+    model, batch = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(8, 4)
+
+    def loss(scale: float) -> Tensor:
+        y = model[0](batch)
+        z = (y * scale).half()  # small
+        return model[1](z.float() / scale).square().mean() + (y.detach() * 0 * model[2].bias).sum()
+
+    found = problems(trained(model, lambda: loss(1.0)), model)
+    assert [(each.grade, each.kind, each.what) for each in found] == [
+        ("note", "zero gradient", "the gradient of 2.bias is exactly 0 in each of 4 steps"),
+        ("note", "no gradient", "the gradient of 2.weight is missing in each of 4 steps"),
+    ]
+    found = problems(trained(model, lambda: loss(1e-9)), model)
+    assert ("rounded", "underflow", line_of("small")) in [(each.look, each.kind, each.line) for each in found]
+
+
+def test_updates_that_are_rounded_away() -> None:
+    model, batch = mlp(8, 16, 1).bfloat16(), torch.randn(8, 8).bfloat16()
+    found = next(
+        p for p in problems(trained(model, lambda: model(batch).square().mean()), model) if p.look == "updates"
+    )
+    assert (found.grade, found.kind, found.op) == ("lost", "lost update", "aten::add_.Tensor")
+    assert "masters" in (found.suggestion.code if found.suggestion else "")
+
+
+def test_state_that_is_rounded_in_place() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def run() -> None:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for state in optimizer.state.values():
+                state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())  # rounded
+
+    found = only(run, model)
+    assert (found.grade, found.kind, found.line) == ("lost", "rounded", line_of("rounded"))
+    assert found.what == "the optimizer's state is rounded to bfloat16 in place"
+    assert found.why.startswith("exp_avg_sq of weight is float32")
+
+
+def test_positions_in_16_bits() -> None:
+    found = only(lambda: torch.arange(600, dtype=B16) / 600)  # positions
+    assert (found.grade, found.line) == ("lost", line_of("positions"))
+    assert problems(lambda: torch.arange(256, dtype=B16)) == []
+
+
+# --- in code
+
+
+def test_examine_tries_a_change_and_restores_everything() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    nn.init.constant_(model.get_parameter("0.weight"), 1e4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast("cpu", dtype=F16):
+            loss = model(torch.full((2, 4), 100.0)).float().mean()
+        loss.backward()
+        optimizer.step()
+
+    report = debugging.examine(step, model, steps=2)
+    first = report.ranked()[0]
+    assert report.status == "found"
+    assert (first.grade, first.module, first.kind) == ("wrong", "0", "overflow")
+    assert first.suggestion is not None
+    assert first.suggestion.verified
+    assert "for_modules" in first.suggestion.code
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+# --- the command
+
+SCRIPT = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+factor = float(sys.argv[1])
+for step in range(6):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = (model(torch.ones(2, 4)) * factor).float().square().mean()
+    optimizer.zero_grad()
+    (loss / factor).backward()
+    optimizer.step()
+print("the end")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def test_the_command(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The place comes first; no progress in a pipe; the JSON has a version."""
+    assert main(["debug", "--no-verify", "--json", "r.json", "train.py", "1e6"]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("the end\ncertainly wrong:\ntrain.py:9, mul.Tensor: the loss is inf, in steps 0 to 5")
+    report = json.loads(Path("r.json").read_text())
+    first = report["findings"][0]
+    assert (report["kind"], report["version"], report["status"]) == ("ampkit.debugging.examination", 2, "found")
+    assert (first["rank"], first["grade"], first["file"], first["line"]) == (1, "wrong", "train.py", 9)
+    assert first["cause"] == "overflow"
+    assert main(["debug", "--no-verify", "train.py", "1"]) == 0
+    assert "no fault found\nlooked at " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [(["--steps", "2"], 2), (["--seconds", "0.0001"], 1)], ids=["steps", "seconds"]
+)
+def test_the_command_ends_early(
+    script: Path, capsys: pytest.CaptureFixture[str], options: list[str], steps: int
+) -> None:
+    assert main(["debug", *options, "train.py", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "the end" not in out
+    assert f" operators in {steps} step" in out
+
+
+def test_an_interrupt_prints_what_is_known(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(SCRIPT.replace('print("the end")', "raise KeyboardInterrupt"))
+    assert main(["debug", "train.py", "1"]) == 130
+    assert main(["debug", "train.py", "1e6"]) == 1
+    out = capsys.readouterr().out
+    assert "the run did not reach its end: the script was interrupted" in out
+    assert "train.py:9" in out
+
+
+def test_a_tool_wins_over_a_script_with_its_name(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.rename(script.with_name("loop"))
+    assert main(["debug", "./loop", "1"]) == 0
+    assert "looked at" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["debug", "loop"])  # the tool, without a script
+
+
+def test_a_change_is_verified_in_a_fresh_process(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["debug", "--json", "r.json", "train.py", "1e6"]) == 1
+    first = json.loads(Path("r.json").read_text())["findings"][0]
+    assert first["verified"]
+    assert 'torch.autocast("cpu", enabled=False): around train.py:9' in first["change"]
+    assert first["evidence"].startswith("verified: ")

@@ -1,0 +1,213 @@
+"""The operators whose rounding makes an inf are named, wherever they are, and no others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampkit.debugging import detect_nonfinite
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
+from ampkit.debugging.report import Finding, Report
+from ampkit.debugging.tape import Tape
+from tests.debugging.models import MODELS, Middle, loss_of, make
+
+F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
+ROUNDED: list[tuple[Callable[[Tensor], Tensor], torch.dtype]] = []
+EXACT: list[tuple[Callable[[Tensor], Tensor], torch.dtype]] = []
+
+
+def case(cases: list[Any], dtype: torch.dtype) -> Callable[[Any], Any]:
+    def add(function: Any) -> Any:
+        cases.append(pytest.param(function, dtype, id=function.__name__))
+        return function
+
+    return add
+
+
+# --- rounding makes a value for which an operator is undefined; the line that is to be named has the comment
+
+
+@case(ROUNDED, F16)
+def a_probability_of_one(x: Tensor) -> Tensor:
+    p = torch.sigmoid(x * 0 + 9)  # here
+    return (1 - p).log()
+
+
+@case(ROUNDED, F16)
+def behind_casts_views_and_a_choice(x: Tensor) -> Tensor:
+    small = (x.float().abs() * 1e-9).half()  # here
+    return torch.cat([small.float().T[:4], small.float().T[4:]]).clone()[torch.arange(8)].log()
+
+
+@case(ROUNDED, F16)
+def in_place(x: Tensor) -> Tensor:
+    y = x.abs() * 1e-2
+    y.mul_(1e-7)  # here
+    return y.log()
+
+
+@case(ROUNDED, F16)
+def in_backward(x: Tensor) -> Tensor:
+    y = (x.float().abs() * 1e-9).half()  # here
+    return y.float().sqrt()
+
+
+@case(ROUNDED, B16)
+def a_little_more_than_one(x: Tensor) -> Tensor:
+    y = x[:, :3] * 0 + torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype)
+    y = y / y.norm(dim=-1, keepdim=True)  # here
+    return torch.acos((y * y).sum(-1))
+
+
+@case(ROUNDED, B16)
+def a_variance_below_zero(x: Tensor) -> Tensor:
+    y = x.float() * 0.01 + 10.3
+    square = y.square().mean(-1).bfloat16()  # here
+    return (square.float() - y.mean(-1).square()).sqrt()
+
+
+@case(ROUNDED, F16)
+def an_index_from_a_value_that_is_gone(x: Tensor) -> Tensor:
+    small = (x.float().abs() * 0 + 3e-8).half() * 0.5  # here
+    table = torch.tensor([0.0, 1.0])
+    return table[(small.float() * 1e8).long().clamp(0, 1)].log() + x
+
+
+@case(ROUNDED, F32)
+def in_float32(x: Tensor) -> Tensor:
+    p = torch.sigmoid(x * 0 + 20)  # here
+    return torch.log(1 - p)
+
+
+@case(ROUNDED, F16)
+def a_number(x: Tensor) -> Tensor:
+    y = (x * 0).norm(dim=-1, keepdim=True) + 1e-9  # here
+    return x / y
+
+
+# --- the exact result is undefined as well, whatever float64 computes
+
+
+@case(EXACT, F16)
+def nothing_by_nothing(x: Tensor) -> Tensor:
+    return (x * 0) / (x * 0).sum(-1, keepdim=True)
+
+
+@case(EXACT, F16)
+def a_difference_that_is_zero(x: Tensor) -> Tensor:
+    y = x.float() * 0 + 0.3
+    return ((y * 3 / 3).half() - y.half()).abs().log()
+
+
+@case(EXACT, F16)
+def a_difference_that_float64_rounds(x: Tensor) -> Tensor:
+    """Float64 computes 1e-16, of which the logarithm is finite by chance."""
+    y = x.float() * 0 + 0.9
+    return (y / 7 * 7 - y).abs().log()
+
+
+@case(EXACT, F16)
+def a_deviation_that_is_zero(x: Tensor) -> Tensor:
+    y = x * 0 + 0.7
+    centered = y - y.mean(-1, keepdim=True)
+    return centered / centered.square().mean(-1, keepdim=True).sqrt()
+
+
+@case(EXACT, B16)
+def a_row_that_is_masked(x: Tensor) -> Tensor:
+    return x.masked_fill(x == x, float("-inf")).softmax(-1)
+
+
+def finding_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Finding:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 8), Middle(function)), torch.randn(8, 16)
+    with detect_nonfinite(model, on_found="record") as report:
+        with torch.autocast("cpu", dtype, enabled=dtype != F32):
+            y = model(x)
+        y.float().sum().backward()
+    return report.findings[0]
+
+
+@pytest.mark.parametrize(("function", "dtype"), ROUNDED)
+def test_the_operator_that_rounds_is_named(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    finding = finding_of(function, dtype)
+    lines, first = inspect.getsourcelines(function)
+    line = first + next(i for i, text in enumerate(lines) if "# here" in text)
+    assert finding.cause.kind == "rounded", finding
+    assert {(Path(maker.file).name, maker.line) for maker in finding.makers} == {(Path(__file__).name, line)}, finding
+    assert finding.made is finding.makers[0]
+
+
+@pytest.mark.parametrize(("function", "dtype"), EXACT)
+def test_what_is_undefined_in_exact_arithmetic_has_no_maker(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    finding = finding_of(function, dtype)
+    assert finding.cause.kind in ("undefined", "from inf"), finding
+    assert finding.cause.is_exact
+    assert finding.makers == ()
+
+
+def test_two_makers_are_named_with_the_larger_one_first() -> None:
+    def two(x: Tensor) -> Tensor:
+        few = (x[:2].float().abs() * 1e-9).half()
+        many = (x[2:].float().abs() * 1e-10).half()
+        return torch.cat([few, many]).float().log()
+
+    finding = finding_of(two, F16)
+    first = inspect.getsourcelines(two)[1]
+    assert [maker.line - first for maker in finding.makers] == [2, 1]
+
+
+def test_memory_that_a_kernel_wrote_is_not_computed_again() -> None:
+    """The zeros were written over where no tool sees it: that they would be 0 exactly says nothing."""
+
+    def written(x: Tensor) -> Tensor:
+        y = torch.zeros(8, 8, dtype=F16)
+        y.numpy()[:] = 1.0
+        return (1 - y).log() + x
+
+    finding = finding_of(written, F16)
+    assert finding.makers == ()
+    assert not finding.cause.is_exact
+
+
+class Recorder(OperatorObserver[Report]):
+    """Puts a step on a tape, and keeps what each call returned."""
+
+    def __init__(self, model: nn.Module, tape: Tape) -> None:
+        super().__init__(model, Report())
+        self.tape = tape
+        self.results: dict[int, list[Tensor]] = {}
+
+    def _observe(self, call: OperatorCall, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        self.tape.ran(call, func, args, kwargs, result, {})
+        return result
+
+
+def test_a_tape_keeps_no_activations() -> None:
+    """After a forward without gradients, only the small tensors of the step are left."""
+    model, tape = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)), Tape()
+    batch = torch.randn(64, 64)
+    with Recorder(model, tape), torch.no_grad():
+        model(batch)
+    kept = [view.values.kept for index in range(9) if (call := tape.get(index)) for view in call.outputs]
+    assert sum(storage.nbytes() for storage in kept if storage is not None) < 10_000
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_detecting_with_a_tape_changes_nothing(name: str) -> None:
+    gradients = []
+    for detects in (False, True):
+        model, batch = make(name)
+        with detect_nonfinite(model) if detects else torch.enable_grad():
+            loss_of(model(batch)).float().square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
