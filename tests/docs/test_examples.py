@@ -81,6 +81,7 @@ def test_offloaded_activations_give_the_same_gradients() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a C++ compiler reads torch's headers, some 15 s of an idle core
 @pytest.mark.filterwarnings("ignore")  # of the exporters
 def test_exports(tmp_path: Path) -> None:
     """ONNX where its packages are installed; AOTInductor compiles C++."""
