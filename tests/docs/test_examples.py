@@ -43,7 +43,7 @@ def test_the_gallery_lists_every_example_once() -> None:
 def test_the_tutorial_learns_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every step; the last one, stopped after 50 steps, ends as if it had not been, and logs the scale."""
+    """Every step; the last one, stopped after 60 steps, ends as if it had not been, and logs the scale."""
     monkeypatch.chdir(tmp_path)
 
     def train(path: Path, steps: int) -> str:
@@ -57,12 +57,15 @@ def test_the_tutorial_learns_and_resumes(
         (tmp_path / "digits.pt").unlink(missing_ok=True)
         assert float(train(path, 60).partition("%")[0]) > 80
     (tmp_path / "digits.pt").unlink()
-    whole = train(last, 60)
+    whole = train(last, 100)
+    weights = torch.load(tmp_path / "digits.pt")["model"]
     (tmp_path / "digits.pt").unlink()
-    train(last, 50)
-    assert train(last, 60) == whole
+    (tmp_path / "digits.jsonl").unlink()
+    train(last, 60)  # saved in step 50
+    assert train(last, 100) == whole
+    torch.testing.assert_close(torch.load(tmp_path / "digits.pt")["model"], weights, rtol=0, atol=0)
     rows = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 10, 20, 30, 40, 50] * 2
+    assert [row["step"] for row in rows] == [*range(0, 60, 10), *range(50, 100, 10)]
     assert rows[-1]["loss_scale"] > 1
 
 
