@@ -46,7 +46,7 @@ def clip_plain(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: fl
             flags = {device: torch.zeros_like(one, device=device) for device in gradients.by_device}
             agreement = ranks.Agreement(gradients.meshes)
             norms = ranked_norms(gradients, one, flags, norm_type, agreement, process_group)
-            multiply_(gradients, coefficient(norms.norm, max_norm), {})
+            multiply_(gradients, factor_of(norms.norm, one, max_norm), {})
         return norms.norm
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
     if process_group is not None:  # NCCL has no all-reduce on the CPU, where the norm of no gradients is
@@ -62,11 +62,6 @@ def refusal_of_flat_shards() -> RuntimeError:
         "expected process_group=model.process_group (an argument of GradScaler, with skip_above), or "
         "unscale_(optimizer) and model.clip_grad_norm_(max_norm)"
     )
-
-
-def coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """The factor that limits a norm to `max_norm`, by the formula of `torch.nn.utils.clip_grads_with_norm_`."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def norm_and_factor(
@@ -103,10 +98,10 @@ def norm_and_factor(
 
 
 def factor_of(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Tensor:
-    """The factor that unscales and clips gradients of this norm."""
+    """The factor that unscales and clips gradients of this norm: `torch.nn.utils.clip_grads_with_norm_`'s formula."""
     if isinstance(max_norm, float) and max_norm == math.inf:  # inf / inf would be NaN
         return inv_scale
-    return inv_scale * coefficient(norm, max_norm)
+    return inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def ranked_norms(
