@@ -63,9 +63,9 @@ __all__ = ["CacheInfo", "RegionCache", "WeightCache"]
 _cache_enabled = torch.is_autocast_cache_enabled
 _inference_mode, _grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
 
-# Elements of a weight from which a `WeightCache` connects a kept cast to it, where autograd records. On a CPU, forward
-# and backward of both take as long at 65,536 elements (docs/performance.md); a kept cast is also compared with more.
-SMALLEST_CONNECTED = 1 << 17
+# Elements of a weight from which a `WeightCache` connects a kept cast to it, where autograd records. Measured in steps
+# on a CPU (docs/performance.md); a kept cast is also compared with more.
+SMALLEST_CONNECTED = 1 << 19
 
 
 class CacheInfo(NamedTuple):
@@ -348,7 +348,7 @@ class WeightCache(RegionCache):
     """A cache that keeps weight casts across regions until an optimizer steps: `autocast(cache=...)`.
 
     With gradient accumulation each large weight is then cast once per optimizer step instead of once per micro-batch,
-    in `generate()` every weight once instead of once per token. Where autograd records, weights of fewer than 131,072
+    in `generate()` every weight once instead of once per token. Where autograd records, weights of fewer than 524,288
     elements are cast in each region, which is faster than to connect a kept cast to the weight. Any step of any
     optimizer invalidates all casts. Holds 2 bytes per element of the weights that regions have used, and no reference
     to a parameter once the region is left. May be shared between threads; copies and pickles start empty. Never

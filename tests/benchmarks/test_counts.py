@@ -14,7 +14,7 @@ STASH = 2 if torch.__version__.startswith("2.11.") else 0
 BOUNDS = {
     "region": 13 + STASH,  # 4
     "region, torch's list": 11 + STASH,
-    "x @ weight": 4,  # 0: it is C++
+    "x @ weight": 3,  # 0: it is C++
     "scaler.step, torch's AdamW": 33,  # 20
     "scaler.update": 7,  # 3
     "unscale, check and clip": 33,  # 9
