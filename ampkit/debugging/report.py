@@ -19,7 +19,7 @@ Status = Literal["clean", "found", "inconclusive"]
 Grade = Literal["wrong", "lost", "note"]
 _GRADES: dict[str, str] = {"wrong": "certainly wrong", "lost": "numbers are lost", "note": "worth knowing"}
 VERSION = 1
-LARGEST_HARMLESS_CHANGE = 3e-3  # of a loss of 3 or less, expected from the rounding of one module
+LARGEST_HARMLESS_CHANGE = 0.01  # of a loss of 3 or less, expected from the rounding of one module
 COMPILED = (
     "compiled functions run eagerly here: if the loss of your compiled run is finite and right, this report "
     "does not apply to that run"
@@ -542,7 +542,7 @@ class PrecisionReport(Report):
 
         Without gradients the results are compared instead.
         """
-        error, limit = (self.gradient_error, 0.5) if self.gradients and not self.accumulates else (self.error, 0.05)
+        error, limit = (self.gradient_error, 1 / 3) if self.gradients and not self.accumulates else (self.error, 0.05)
         return bool(self.lost_updates) or not (self.is_left_to_scaler or (error < limit and not self.fragile))
 
     @property
