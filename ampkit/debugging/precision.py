@@ -52,7 +52,7 @@ def compare_precision(
     their own reference, and listed in `report.given`. Operators of the optimizer are not compared.
 
     `report.loss_changes` has how much the rounding of each module alone is expected to change the loss: in nats for a
-    cross entropy. Where that is large, gradients are a third off, or an update is rounded away, `report.suggestion` has a
+    cross entropy. Where that is large, gradients are a third off, or an update is rounded away, `suggestion` has a
     change or advice. With a `model`, a change is tried by running the step again from the same state, and suggested
     only if it halves the change of the loss, or the error. Afterwards the state is what the first run left. A module's
     result that has lost precision and needs no gradient, such as one of positions, is made to require one.
