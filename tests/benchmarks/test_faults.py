@@ -198,3 +198,9 @@ def test_help_says_what_to_do_without_network(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "--mirror" in capsys.readouterr().out
+
+
+def test_the_reverse_counts_bytes() -> None:
+    edits = (Edit(0, 1, "é"), Edit(1, 3, "x"), Edit(3, 3, "ü"))
+    assert edited("abcd", edits) == "éxüd"
+    assert edited("éxüd", reverse("abcd", edits)) == "abcd"
