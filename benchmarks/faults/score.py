@@ -132,8 +132,8 @@ def _relative(case: Case, file: str) -> str:
 def _is_cause(case: Case, claim: Claim) -> bool:
     kind = KINDS[case.kind]
     said = {_base(operator) for operator in claim.operators}
-    if kind.operators and not said & {_base(operator) for operator in kind.operators}:
-        return False
+    if kind.operators and (said or not kind.cause) and not said & {_base(operator) for operator in kind.operators}:
+        return False  # a finding without an operator, as of lost updates, is judged by its words
     return not kind.cause or re.search(kind.cause, f"{claim.text} {claim.cure}", re.IGNORECASE) is not None
 
 

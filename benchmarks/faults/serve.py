@@ -6,6 +6,7 @@ Each line of stdout is the exit code and the processor time of the child.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -74,4 +75,5 @@ def _run(folder: str, log: str, seconds: int, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError):  # the scorer was interrupted
+        main()

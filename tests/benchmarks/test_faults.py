@@ -164,6 +164,14 @@ def test_what_is_wrong_of_a_report_does_not_count(change: dict[str, object], exp
     assert (score.place, score.cause, score.cure) == expected
 
 
+def test_a_finding_without_an_operator_is_judged_by_its_words() -> None:
+    fault = replace(FAULT, kind="weights in 16 bits", dtype="bfloat16")
+    lost = replace(RIGHT, operators=[], text="38% of the updates are rounded away", cure="float32 masters")
+    assert grade(fault, [[lost]]).cure
+    assert not grade(fault, [[replace(lost, text="the loss is nan")]]).cause
+    assert not grade(FAULT, [[replace(RIGHT, operators=[])]]).cause
+
+
 def test_a_verified_claim_at_another_line_is_confidently_wrong() -> None:
     elsewhere = replace(RIGHT, places=[("losses.py", 30)], verified=True)
     assert grade(FAULT, [[elsewhere]]).confident
