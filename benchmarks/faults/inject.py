@@ -245,13 +245,7 @@ def _average(source: Source, dtype: str) -> Iterator[Found]:
             yield lines, source.wrap(clone, "", _method(dtype))
 
 
-@_kind(
-    "overflowing product",
-    "precision",
-    "mul matmul mm bmm _to_copy to half bfloat16 div",
-    cure=FLOAT32 + r"|scale|before",
-)
-def _overflowing_product(source: Source, dtype: str) -> Iterator[Found]:
+def _product(source: Source, dtype: str) -> Iterator[Found]:
     large = {"float16": "60000.0", "bfloat16": "3e38"}[dtype]
     for _, operand in calls(
         source,
@@ -265,6 +259,18 @@ def _overflowing_product(source: Source, dtype: str) -> Iterator[Found]:
             if "\n" not in text
             else source.wrap(operand, "((", f"){_method(dtype)} * {large} / {large})"),
         )
+
+
+_PRODUCT = "mul matmul mm bmm _to_copy to half bfloat16 div"
+_kind("overflowing product", "precision", _PRODUCT, cure=FLOAT32 + r"|scale|before", dtypes=("float16",))(_product)
+# What overflows in bfloat16 overflows in float32: it has the same range.
+_kind(
+    "product above any range",
+    "arithmetic",
+    _PRODUCT,
+    cure=r"(?s)\A(?!.*(float32|\.float\(\))).*",
+    dtypes=("bfloat16",),
+)(_product)
 
 
 @_kind("underflowing product", "precision", "mul _to_copy to half bfloat16 div", cure=FLOAT32 + r"|scale|larger")
