@@ -100,7 +100,7 @@ def compare_precision(
         measured, before_it, after = "the error is", report.error, trial.report.error
         origin = report.error_origin()
         if origin is not None and origin.module in report.fragile:
-            measured = f"the rounding of {origin.module} is expected to change the loss by"
+            measured = f"the rounding of {origin.module or 'no module'} is expected to change the loss by"
             before_it, after = (each.loss_changes.get(origin.module, 0.0) for each in (report, trial.report))
         evidence = f"with it {measured} {after:.2g} instead of {before_it:.2g}"
         return change, bool(trial.report.gradients) and after < before_it / 2, evidence

@@ -515,8 +515,13 @@ class PrecisionReport(Report):
 
     @property
     def fragile(self) -> dict[str, float]:
-        """The expected changes of the loss that are large, by module; that of code outside of modules has no name."""
-        return {name: change for name, change in self.loss_changes.items() if change > self.largest_harmless_change}
+        """The expected changes of the loss that are large, by module.
+
+        Code outside of modules has no name. Its change is one sample and no expectation: it counts from 5 % on.
+        """
+        limit = self.largest_harmless_change
+        outside = max(limit, 0.05 * abs(self.reference_loss or 0.0))
+        return {name: change for name, change in self.loss_changes.items() if change > (limit if name else outside)}
 
     @property
     def largest_harmless_change(self) -> float:
