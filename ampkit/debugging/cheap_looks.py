@@ -395,6 +395,9 @@ class Roundings:
     ) -> Problem | None:
         """Look at elements that are 0 where the exact result is not."""
         low, high = extremes
+        smallest, largest = torch.finfo(output.dtype).tiny, max(-low, high)
+        if 0 < largest < smallest:
+            return self._subnormal(call, output, largest, smallest)
         if not low <= 0 <= high or (output.dtype is torch.bfloat16 and low != high):
             return None
         site = (id(call.caller.code), call.caller.instruction)
@@ -423,6 +426,20 @@ class Roundings:
             why=f"{lost} of {wanted} elements are below the smallest number of {name}; the largest is "
             f"{float(exact.abs().max()):.3g}",
             suggestion=Suggestion("compute this line in float32"),
+            step=self._observer.step,
+        )
+
+    def _subnormal(self, call: OperatorCall, output: Tensor, largest: float, smallest: float) -> Problem:
+        """A result of which every element is too small for all digits of its dtype."""
+        name = dtype_name(output.dtype)
+        return Problem.at(
+            Operation(**self._observer._operation_fields(call)),
+            grade="lost" if output.dtype is torch.bfloat16 and output.numel() > 1 else "note",
+            look="rounded",
+            kind="underflow",
+            what=f"a result is too small for {name}",
+            why=f"it underflows: its largest magnitude is {largest:.3g}, and below {smallest:.3g} {name} loses digits",
+            suggestion=Suggestion("compute this line in float32, or scale by less"),
             step=self._observer.step,
         )
 
@@ -519,7 +536,9 @@ class Gradients:
         except Exception:  # operators without float64 raise many kinds of errors
             return False, False
         losses = self._observer.losses
-        return size > 0, size > 1e-5 * abs(losses[-1] if losses else 0.0) * (self._observer.scale or 1.0)
+        loss = abs(losses[-1] if losses else 0.0) * (self._observer.scale or 1.0)
+        # What rounding in float32 leaves of a gradient that is 0 is about a millionth of the loss, and not far less.
+        return size > 0, size > 1e-5 * loss or 0 < size < 1e-20 * loss
 
     def step_starts(self, optimizer: Any) -> None:
         """Look at the gradients that an optimizer is about to use."""
@@ -589,7 +608,7 @@ class Gradients:
         if lost > 0.2:
             problems.append(
                 Problem(
-                    "lost" if lost > 0.5 else "note",
+                    "lost" if lost > 0.3 else "note",
                     "updates",
                     "lost update",
                     f"{lost:.0%} of the optimizer's updates of weights in 16 bits are rounded away",

@@ -29,7 +29,7 @@ from ampkit.debugging.nonfinite_origins import Event
 from ampkit.debugging.operator_calls import DearLook, OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison, compare_precision
-from ampkit.debugging.proposed_changes import advice_on_precision
+from ampkit.debugging.proposed_changes import advice, advice_on_precision
 from ampkit.debugging.report import ExaminationReport, Finding, Problem
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
@@ -39,6 +39,7 @@ from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, stora
 
 DEAR: tuple[type[DearLook], ...] = (TwoScales,)
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
+_MANY_SKIPS = 8  # steps that a scaler skips
 _RANDOM_STEP = 0.02  # the chance of another step to be chosen
 
 
@@ -107,9 +108,28 @@ class Examination(detect_nonfinite):
         if isinstance(raised[1], BaseException) and not isinstance(raised[1], Exception):
             self._complete = False
             self._step_ended()  # interrupted: what is known so far
-        for problem in (*self._sums.problems(), *self._gradients.problems()):
+        for problem in (*self._sums.problems(), *self._gradients.problems(), *self._skipped_steps()):
             problem.last = max(problem.last, self.step - 1)
             self.report.add_problem(problem)
+
+    def _skipped_steps(self) -> list[Problem]:
+        """What makes a scaler skip many steps, more than while its scale settles."""
+        skips = self._check.skips
+        if skips < _MANY_SKIPS or skips < 0.3 * self.step:
+            return []
+        underflows = [problem for problem in self.report.problems if problem.kind == "underflow"]
+        for problem in underflows:
+            problem.grade = "lost"
+            problem.why += f"; the scaler skips {skips} of {self.step} steps"
+        if underflows or self.report.findings or not self.report.skipped:
+            return []
+        finding = max(self.report.skipped, key=lambda each: each.times)
+        problem = Problem.of_finding(finding)
+        problem.grade, problem.look = "lost", "nonfinite"
+        problem.what = f"the scaler skips {skips} of {self.step} steps: {finding.symptom}"
+        problem.finding = None
+        problem.suggestion = advice(finding)
+        return [problem]
 
     def _next_step(self) -> None:
         super()._next_step()

@@ -110,6 +110,7 @@ class check_loop:
             None
         )  # called before each backward
         self._raised: tuple[str, str, _Line] | None = None  # the last call that raised: its name, the error, the line
+        self.skips = 0  # steps that a scaler skipped
         self._scaled = False  # `scale` was called since the last update
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
@@ -258,6 +259,7 @@ class check_loop:
         finally:
             self._in_scaler_step = False
         state.skipped = not self._optimizer_ran
+        self.skips += state.skipped
         if state.skipped:
             self._step_ended(optimizer)
 

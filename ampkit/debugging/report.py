@@ -374,13 +374,17 @@ class ExaminationReport(NonFiniteReport):
     losses: list[float] = field(default_factory=list)  # unscaled, one for each call of backward
 
     def ranked(self) -> list[Problem]:
-        """Return all problems: by grade, mistakes of the loop before what follows from them, then by step."""
+        """Return all problems: by grade, differences to float32 after what explains them, then by step."""
         places = {(each.origin.file, each.origin.line): each for each in reversed(self.findings)}
         findings = [each for each in self.findings if places[each.origin.file, each.origin.line] is each]
         problems = [*map(Problem.of_loop, self.loop), *map(Problem.of_finding, findings), *self.problems]
         for problem in problems:
             problem.suggestion = self.suggestions.get(problem.key, problem.suggestion)
-        return sorted(problems, key=lambda problem: (list(_GRADES).index(problem.grade), problem.step))
+
+        def order(problem: Problem) -> tuple[int, bool, int]:
+            return list(_GRADES).index(problem.grade), problem.look == "precision", problem.step
+
+        return sorted(problems, key=order)
 
     def add_problem(self, problem: Problem) -> None:
         """Add a problem, or count it with an earlier one of the same place and kind."""
