@@ -157,7 +157,7 @@ def _examine(options: Any) -> tuple[Report, str]:
         command = [options.script, *options.arguments]
         if shows_progress:
             print(f"\r{'the script runs again with a change':70}", end="", file=sys.stderr, flush=True)
-        seconds = 60 + 3 * (time.monotonic() - started)
+        seconds = 300 + 3 * (time.monotonic() - started)
         verify(report, examination.modules.region, command, seconds)
     if shows_progress:
         print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)

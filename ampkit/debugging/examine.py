@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import dataloader
 
 from ampkit.debugging import causes
 from ampkit.debugging.call_sites import find_caller
@@ -35,7 +34,7 @@ from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.tape import Tape
 from ampkit.debugging.two_scales import TwoScales
-from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
+from ampkit.torch_internals.operator_tracing import LoaderIterator, OpOverload, is_opaque, storage_key, without_dispatch
 
 DEAR: tuple[type[DearLook], ...] = (TwoScales,)
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
@@ -228,7 +227,7 @@ class Examination(detect_nonfinite):
 
     def _watch_loaders(self, stack: ExitStack) -> None:
         """Note where each batch of a DataLoader is read."""
-        cls: Any = dataloader._BaseDataLoaderIter
+        cls: Any = LoaderIterator
         inner = cls.__next__
 
         def watched(iterator: Any) -> Any:
