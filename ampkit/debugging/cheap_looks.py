@@ -374,7 +374,7 @@ class Roundings:
         dtype = dtype_name(target.dtype)
         return Problem.at(
             Operation(**self._observer._operation_fields(call)),
-            grade="lost",
+            grade="wrong",
             look="rounded",
             kind="rounded",
             what=f"{owner} is rounded to {known[1]} in place",

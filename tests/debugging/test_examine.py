@@ -241,7 +241,7 @@ def test_state_that_is_rounded_in_place() -> None:
                 state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())  # rounded
 
     found = only(run, model)
-    assert (found.grade, found.kind, found.line) == ("lost", "rounded", line_of("rounded"))
+    assert (found.grade, found.kind, found.line) == ("wrong", "rounded", line_of("rounded"))
     assert found.what == "the optimizer's state is rounded to bfloat16 in place"
     assert found.why.startswith("exp_avg_sq of weight is float32")
 
