@@ -21,6 +21,7 @@ from ampkit.torch_internals.operator_tracing import (
     OpOverload,
     StorageWeakRef,
     is_opaque,
+    negative_view,
     revived,
     storage_key,
 )
@@ -72,7 +73,7 @@ class View(NamedTuple):
             flat = torch.view_as_complex(flat.view(-1, 2))
         tensor = flat.as_strided(self.size, self.stride, self.offset)
         tensor = tensor.conj() if self.is_conj else tensor
-        return torch._neg_view(tensor) if self.is_neg else tensor
+        return negative_view(tensor) if self.is_neg else tensor
 
     @property
     def is_float(self) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "StorageWeakRef",
     "current_node",
     "is_opaque",
+    "negative_view",
     "next_sequence_number",
     "node_name",
     "node_sequence_number",
@@ -36,7 +37,8 @@ current_node = torch._C._current_autograd_node
 next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 
 # Sets the versions of tensors, by which autograd notices that a saved tensor was written in place.
-set_version = torch._C._autograd._unsafe_set_version_counter
+set_version = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore[reportAttributeAccessIssue]
+negative_view = torch._neg_view  # of the same memory, with the negative bit set
 
 
 class ObserverMode(TorchDispatchMode):
