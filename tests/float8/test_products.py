@@ -311,7 +311,7 @@ class TestReuse:
                 loss.backward()
             weights = [call for call in made if call[0] in ((128, 64), (64, 128))]
             assert len(weights) == n_steps * 3  # the input needs no gradient: the first weight has one form
-            assert cache.info().entries == 3 + 2
+            assert cache.info().entries == 3  # the biases are too small to be kept
             assert cache.info().bytes > 3 * 64 * 128
             optimizer.step()
         with torch.no_grad():
