@@ -7,7 +7,7 @@
 | the same, with a change that was tried | `find_nonfinite` | `find` |
 | are scaler, gradients and optimizer called in the right order? | `check_loop` | `loop` |
 | which operators lose precision against float32? | `compare_precision` | `precision` |
-| is low precision to blame, and what should be kept out of it? | `rehearse` | `rehearse` |
+| is low precision to blame, and what should be kept out of it? | `rehearse` | `rehearsal` |
 | how near is a long run to overflow and underflow? | `TensorMonitor` | `monitor` |
 | where do two runs of one script begin to differ? | `record_run`, `compare_runs` | `run_record`, `compare` |
 | the same for a script that stays as it is | `ampkit debug` | `cli` |
@@ -29,7 +29,7 @@ from ampkit.debugging.find import find_nonfinite
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import compare_precision
-from ampkit.debugging.rehearse import rehearse
+from ampkit.debugging.rehearsal import rehearse
 from ampkit.debugging.report import NonFiniteError
 from ampkit.debugging.run_record import record_run
 

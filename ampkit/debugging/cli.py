@@ -22,7 +22,7 @@ from ampkit.debugging.examine import Examination
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.rehearse import judge
+from ampkit.debugging.rehearsal import judge
 from ampkit.debugging.rehearse_script import AGAINST, ScriptTrainings, run_task
 from ampkit.debugging.report import NonFiniteError, Report
 from ampkit.debugging.run_record import record_run

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.regions import has_float8, wider
-from ampkit.debugging.rehearse import Precision, RehearsalReport, StepFacts, move, ranked
+from ampkit.debugging.rehearsal import Precision, RehearsalReport, StepFacts, move, ranked
 from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.policy import Policy
 from ampkit.policy.rules import Rule

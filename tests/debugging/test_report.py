@@ -12,7 +12,7 @@ from torch import nn
 from ampkit import autocast, debugging
 from ampkit.__main__ import main
 from ampkit.debugging.examine import Examination
-from ampkit.debugging.rehearse import RehearsalReport
+from ampkit.debugging.rehearsal import RehearsalReport
 from ampkit.debugging.report import NonFiniteReport
 from tests.debugging.models import filled
 
