@@ -357,7 +357,7 @@ def main(how: str, name: str, steps: int, save_every: int, folder: Path, torchs:
     stops, saves = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     run, part, parts = build(how, name, device)
     if BATCH % parts:
-        raise ValueError(f"{parts} ranks cannot share {BATCH} sequences evenly; expected a divisor of {BATCH}")
+        sys.exit(f"{parts} ranks cannot share {BATCH} sequences evenly; expected a divisor of {BATCH}")
     checkpoints, metrics = Checkpoints(folder, saves), Metrics(folder / "metrics.jsonl")
     checkpoints.begin(run, torchs)
     metrics.begin(run)
@@ -392,22 +392,45 @@ def main(how: str, name: str, steps: int, save_every: int, folder: Path, torchs:
     dist.destroy_process_group()
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected 1 or more")
+    return int(text)
+
+
+def _writable(text: str) -> Path:
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; expected a folder to write to") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: no permission to write; expected a folder to write to")
+    return folder
+
+
+def _checkpoint(text: str) -> Path:
+    if not Path(text, ".metadata").is_file():
+        raise argparse.ArgumentTypeError(f"{text} has no .metadata; expected a checkpoint that DCP has completed")
+    return Path(text)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel", choices=["ddp", "fsdp", "fsdp_tp"], default="fsdp")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp16")
-    parser.add_argument("--steps", type=int, default=60, help="steps from the very first one on")
-    parser.add_argument("--save-every", type=int, default=10, help="steps from one checkpoint to the next")
-    parser.add_argument("--folder", type=Path, default=Path("run"), help="where checkpoints and metrics are")
+    parser.add_argument("--steps", type=_positive, default=60, help="steps from the very first one on")
+    parser.add_argument("--save-every", type=_positive, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument("--folder", type=_writable, default="run", help="where checkpoints and metrics are")
     parser.add_argument(
         "--start-from-torch",
-        type=Path,
+        type=_checkpoint,
         metavar="CHECKPOINT",
         help="a checkpoint of torch.amp's scaler and torch.optim.AdamW to begin with, if the folder has none yet",
     )
-    options = parser.parse_args()
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not {"-h", "--help"} & {*sys.argv}:
         sys.exit("this runs on several processes; start it with: torchrun --nproc-per-node 2 examples/pretrain.py")
+    options = parser.parse_args()
     main(
         options.parallel,
         options.precision,

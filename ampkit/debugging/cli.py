@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import shutil
 import sys
 import time
 import traceback
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         print(text)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
+    except BrokenPipeError:  # of `| head`, for `ampkit.__main__`
+        raise
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -70,8 +73,9 @@ def _examination_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ampkit debug",
         description="Find out where numbers go wrong in a training script, which stays as it is.",
-        epilog="Parts of it, by name in front of the script: nonfinite, loop, precision, monitor, record, compare. "
-        "They win over a script with the same name, which is written ./loop.",
+        epilog="Tools, by name in front of the script: nonfinite, loop, precision and monitor, which are parts of it; "
+        "rehearse; record and compare. `ampkit debug loop --help` has the options of one. A tool wins over a script of "
+        "the same name, which is written ./loop.",
     )
     parser.add_argument(
         "--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end"
@@ -124,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
     parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    arguments.required = False  # else argparse calls them missing beside the script
 
 
 # The tools: each runs the script, and returns its report and the text to print.
@@ -145,23 +150,29 @@ def _examine(options: Any) -> tuple[Report, str]:
         if shows_progress and time.monotonic() - last > 1:
             last = time.monotonic()
             found = len(report.findings) + len(report.problems) + len(report.loop)
-            text = f"step {examination.step}, {examination.count} operators, {found} found, {last - started:.0f} s"
-            print(f"\r{text:70}", end="", file=sys.stderr, flush=True)
+            _show(f"step {examination.step}, {examination.count} operators, {found} found, {last - started:.0f} s")
 
     examination.on_step, examination.on_operator = step_ended, progress
     if shows_progress:
-        print("\rthe script starts", end="", file=sys.stderr, flush=True)
+        _show("the script starts")
     with applied(options.apply):
         report.incomplete = _run(options, examination)
     if report and not options.no_verify and report.rank is None and report.incomplete != _INTERRUPT:
         command = [options.script, *options.arguments]
         if shows_progress:
-            print(f"\r{'the script runs again with a change':70}", end="", file=sys.stderr, flush=True)
+            _show("the script runs again with a change")
         seconds = 300 + 3 * (time.monotonic() - started)
         verify(report, examination.modules.region, command, seconds)
     if shows_progress:
-        print(f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+        _show("")
+        print("\r", end="", file=sys.stderr, flush=True)
     return report, str(report)
+
+
+def _show(text: str) -> None:
+    """Write a line of progress over the last one, no longer than the terminal, where it would not be one line."""
+    width = min(70, shutil.get_terminal_size().columns - 1)
+    print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
 
 
 def _nonfinite(options: Any) -> tuple[Report, str]:
@@ -198,8 +209,9 @@ def _monitor(options: Any) -> tuple[Report, str]:
 def _rehearse(options: Any) -> tuple[Report, str]:
     if options.task:
         return run_task(options.task, lambda tool: _run(options, tool), _stop), ""
-    if not Path(options.script).is_file() or options.steps < 1:
-        raise FileNotFoundError(f"expected --steps 1 or more and a training script; got {options.script}")
+    _check_script(options.script)
+    if options.steps < 1:
+        raise ValueError("--steps is 0; expected 1 or more")
     trainings = ScriptTrainings(options.script, options.arguments, options.against, options.steps)
     report = judge(trainings, lambda: None)
     text = str(report)
@@ -238,8 +250,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
 
     Returns why it did not run to its end; "" if it did, or if the tool stopped it.
     """
-    if not Path(options.script).is_file():
-        raise FileNotFoundError(f"{options.script} is not a file; expected the training script, then its own arguments")
+    _check_script(options.script)
     for name in ("json", "out"):
         file = getattr(options, name, None)
         if file and not Path(file).parent.is_dir():
@@ -257,11 +268,19 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     except SystemExit as left:
         return f"the script ended with exit code {left.code}" if left.code else ""
     except Exception as error:
-        traceback.print_exc()  # of the script
+        frames = error.__traceback__  # from the script on, as Python shows them
+        while frames and frames.tb_frame.f_code.co_filename != options.script:
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames or error.__traceback__)
         return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
         sys.argv, sys.path[:] = argv, path
     return ""
+
+
+def _check_script(script: str) -> None:
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"{script} is not a file; expected the training script, then its own arguments")
 
 
 def _absolute(text: str) -> str:

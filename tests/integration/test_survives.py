@@ -5,6 +5,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -143,6 +144,35 @@ def test_from_torch_to_ampkit_and_back(tmp_path: Path, monkeypatch: pytest.Monke
     again = torchs_run()
     train(again, 4)
     assert_equal(loaded.model.state_dict(), again.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--steps", "0"], "argument --steps: got '0'; expected 1 or more"),
+        (["--save-every", "0"], "argument --save-every: got '0'; expected 1 or more"),
+        (["--folder", "file"], "argument --folder: file: File exists; expected a folder to write to"),
+        (["--folder", "file/run"], "argument --folder: file/run: Not a directory; expected a folder to write to"),
+        (
+            ["--start-from-torch", "absent"],
+            "argument --start-from-torch: absent has no .metadata; expected a checkpoint",
+        ),
+    ],
+)
+def test_wrong_arguments_end_before_ranks_meet(
+    tmp_path: Path,
+    arguments: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "examples" / "pretrain.py"), run_name="__main__")
+    assert expected in capsys.readouterr().err
 
 
 def children(pid: int) -> list[int]:
