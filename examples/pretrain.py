@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/pretrain.py --parallel fsdp --precision fp16 --steps 60 --folder run
 
 Kill any rank at any time, `kill -9` included, and start it again: it continues from the newest complete checkpoint,
-with as many ranks as there are now. On SIGTERM the ranks agree on a step, save and exit with 0. The last line of output
-has a SHA-256 of the whole state; after as many steps on as many ranks it is the same, interrupted or not.
+with as many ranks as there are now. On SIGTERM to any rank all agree on a step, save and exit with 0. The last line of
+output has a SHA-256 of the whole state; after as many steps on as many ranks it is the same, interrupted or not.
 
 NCCL on GPUs, gloo on CPUs. `metrics.jsonl` in the folder has a line for each step. All ranks must see the same folder.
 The text is Python's own manual, or random letters where that is not installed.

@@ -73,9 +73,8 @@ def _examination_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ampkit debug",
         description="Find out where numbers go wrong in a training script, which stays as it is.",
-        epilog="Tools, by name in front of the script: nonfinite, loop, precision and monitor, which are parts of it; "
-        "rehearse; record and compare. `ampkit debug loop --help` has the options of one. A tool wins over a script of "
-        "the same name, which is written ./loop.",
+        epilog="Parts of it, by name in front of the script: nonfinite, loop, precision, monitor, record, compare. "
+        "They win over a script with the same name, which is written ./loop.",
     )
     parser.add_argument(
         "--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end"
@@ -128,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
     parser.add_argument("script")
-    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-    arguments.required = False  # else argparse calls them missing beside the script
+    # Else argparse calls arguments of the script missing where the script is.
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
 
 
 # The tools: each runs the script, and returns its report and the text to print.

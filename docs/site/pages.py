@@ -23,7 +23,7 @@ def repository_pages() -> dict[str, str]:
     for path in sorted((ROOT / "examples").rglob("*.py")):
         source = path.relative_to(ROOT)
         pages[source.as_posix()] = source.with_suffix(".md").as_posix()
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*/report.md")):
+    for path in sorted((ROOT / "benchmarks" / "results").rglob("*.md")):
         report = path.relative_to(ROOT).as_posix()
         pages[report] = report
     return pages

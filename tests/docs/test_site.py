@@ -2,8 +2,10 @@
 
 import builtins
 import os
+import posixpath
 import pydoc
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,19 @@ def test_errors_that_pages_name_can_be_imported() -> None:
             if name not in known and pydoc.locate(name) is None:
                 unknown.append(f"{page.name}: {name}")
     assert not unknown
+
+
+def test_links_out_of_docs_lead_to_pages_of_the_site() -> None:
+    """Else `mkdocs build --strict` fails, which `make test` runs only where mkdocs is."""
+    pages = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))
+    lost = []
+    for path in (ROOT / "docs").rglob("*.md"):
+        folder = path.parent.relative_to(ROOT).as_posix()
+        for found in pages["LINK"].finditer(pages["CODE"].sub("", path.read_text(encoding="utf-8"))):
+            target = posixpath.normpath(posixpath.join(folder, found["target"]))
+            if not ("://" in found["target"] or target.startswith("docs/") or target == "examples"):
+                lost += [] if target in pages["PAGES"] else [f"{path.name}: {target}"]
+    assert not lost
 
 
 @pytest.fixture(scope="module")
