@@ -13,6 +13,7 @@ from ampkit.torch_internals.operators import OpOverload
 __all__ = ["LIST", "OPTIONAL", "TENSOR", "Signature", "defined", "signature_of"]
 
 TENSOR, OPTIONAL, LIST = "Tensor", "Optional[Tensor]", "List[Tensor]"
+_BUILTINS = ("len", "map", "type")  # that sources call
 
 
 class Signature(NamedTuple):
@@ -69,8 +70,9 @@ def signature_of(op: OpOverload) -> Signature | None:
 
 
 def _identifier(name: str) -> str:
-    """A name that Python takes: with an underscore if it is a keyword."""
-    return f"{name}_" if keyword.iskeyword(name) else name
+    """A name that Python takes: with an underscore if it is a keyword, or sources use it for another variable."""
+    is_taken = keyword.iskeyword(name) or name.startswith("_") or name in _BUILTINS
+    return f"{name}_" if is_taken else name
 
 
 def defined(name: str, text: str, filename: str, variables: Mapping[str, Any]) -> Callable[..., Any]:

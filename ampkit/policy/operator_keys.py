@@ -1,7 +1,7 @@
 """Keys of `Policy.with_rules`: the operators that a key names, and whether they can follow a rule.
 
-A key is an overload, a packet, a name or a function of torch. Every error names the operator and says what to do
-instead.
+A key is an overload, a packet, a name, a function of torch or the result of `torch.library.custom_op`. Every error
+names the operator and says what to do instead.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def _writes(op: OpOverload, rule: Rule) -> bool:
 
 def named_by(key: Any) -> list[OpOverload]:
     """The overloads that a key names; `ValueError` for overloads that no region sees."""
+    key = getattr(key, "_opoverload", key)  # of the result of `torch.library.custom_op`
     if isinstance(key, OpOverload):
         named = [key]
     elif isinstance(key, OpOverloadPacket):

@@ -158,8 +158,8 @@ class Policy:
         Args:
             rules: A dict of operators to rules. A key is an overload (`torch.ops.aten.softmax.int`), a packet
                 (`torch.ops.aten.softmax`: all its overloads but the `out=` ones), a name (`"aten::softmax.int"`,
-                `"aten::softmax"`), or a function of torch that ATen has under the same name (`torch.softmax`,
-                `functional.gelu`). A value is a `Rule` or its name.
+                `"aten::softmax"`), a function of torch that ATen has under the same name (`torch.softmax`,
+                `functional.gelu`), or the result of `torch.library.custom_op`. A value is a `Rule` or its name.
 
         Returns:
             This policy with one more layer on top.
@@ -462,7 +462,7 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
         TypeError, ValueError: An unknown operator or rule, or a rule that the operator cannot follow.
     """
     checked = checked_rule(rule, op)
-    for overload in overloads(getattr(op, "_opoverload", op), checked):
+    for overload in overloads(op, checked):
         _Registered.rules[overload] = checked
     _Registered.changes += 1
 
