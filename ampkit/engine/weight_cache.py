@@ -25,10 +25,11 @@ operators, in the capture of another CUDA graph.
 leaves that require grad, outside inference mode. `WeightCache` is made by the user and keeps casts from one region to
 the next, also those of frozen parameters and in inference mode.
 
-A cast that is made under `no_grad` or in inference mode has no autograd history. Where autograd records later, a region
-casts the weight again, and a `WeightCache` connects the kept cast to a large weight (`_reconnect`). Between regions a
-`WeightCache` keeps only the values of a cast. Its autograd history would keep the parameter alive; and backward would
-run the history of an earlier micro-batch last, so that all gradients would stay in memory until then.
+A `RegionCache` makes casts with an autograd history under `no_grad` too, as torch.amp does: the age of the history
+decides in which order the weight's gradients are added up. A `WeightCache` makes them without one there and in
+inference mode. Where autograd records later, it casts the weight again, and connects the kept cast to a large weight
+(`_reconnect`). Between regions it keeps only the values of a cast. Its autograd history would keep the parameter alive;
+and backward would run the history of an earlier micro-batch last, so that all gradients stayed in memory until then.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from ampkit.torch_internals.tensors import (
     n_collectives,
     n_dispatch_modes,
     owns_its_memory,
+    set_grad_enabled,
     tracing_state,
 )
 from ampkit.torch_internals.transforms import functorch_level, is_wrapped, transforms
@@ -225,8 +227,14 @@ class _Casts(dict[int, _CachedCast]):
         if _inference_mode():
             with torch.inference_mode(False):
                 cached.cast = self.convert(weight)
-        else:
+        elif self.across_regions or _grad_enabled():
             cached.cast = self.convert(weight)
+        else:
+            try:
+                set_grad_enabled(True)
+                cached.cast = self.convert(weight)
+            finally:
+                set_grad_enabled(False)
         cached.has_history = cached.cast.requires_grad
         self[id(weight)] = cached
         return cached.cast

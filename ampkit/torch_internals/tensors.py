@@ -17,6 +17,7 @@ from ampkit.torch_internals.private_names import private
 
 n_dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
 tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
+set_grad_enabled: Callable[[bool], None] = private("_C._set_grad_enabled")  # context managers run in Python
 _use_count: Callable[[int], int] = private("_C._storage_Use_Count")
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None
 

@@ -138,10 +138,13 @@ def test_small_weights_are_cast_in_each_region_where_autograd_records(monkeypatc
     assert [torch.no_grad()(casts)(leaf) for leaf in (small, large, small.requires_grad_(False))] == [1, 1, 1]
 
 
-def test_a_cast_made_without_autograd_gets_a_history_where_autograd_records() -> None:
-    """In one region without a `WeightCache`: the weight is cast a second time, and has the gradient of every use."""
+@pytest.mark.parametrize("cache", [None, WeightCache()], ids=["region", "WeightCache"])
+def test_a_cast_that_is_first_used_without_autograd_has_a_history_where_autograd_records(
+    cache: WeightCache | None,
+) -> None:
+    """The weight has the gradient of every use in one region."""
     leaf = weight()
-    with autocast("cpu"):
+    with autocast("cpu", cache=cache):
         with torch.no_grad():
             torch.mm(X, leaf)
         outs = [torch.mm(X, leaf) for _ in range(2)]
@@ -149,6 +152,23 @@ def test_a_cast_made_without_autograd_gets_a_history_where_autograd_records() ->
             torch.mm(X, leaf)
     sum(out.float().sum() for out in outs).backward()
     assert torch.equal(leaf.grad, torch.full((4, 4), 4.0))
+
+
+def test_gradients_are_added_up_in_the_order_of_torch_after_a_use_without_autograd() -> None:
+    """A tied weight: 2 uses as an embedding, 2 as a head, after one under `no_grad`. Another order has other bits."""
+    values, inputs = torch.randn(16, 16), torch.randn(16, 16)
+
+    def gradient(region: Any) -> Any:
+        tied = Parameter(values.clone())
+        with region:
+            with torch.no_grad():
+                torch.mm(inputs, tied)
+            first = torch.mm(tied[torch.arange(16)], tied)
+            second = torch.mm(tied[torch.arange(16).flip(0)] * inputs, tied)
+        ((first + 0.3 * second).float() * inputs).sum().backward()
+        return tied.grad
+
+    assert torch.equal(gradient(like_torch()), gradient(torch.autocast("cpu")))
 
 
 @pytest.mark.parametrize(
