@@ -46,8 +46,9 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         maximize: maximize the loss.
         foreach, capturable, fused: choose among torch's functions, where these step. None, for both `foreach` and
             `fused`: the fused one; `fused=False` has the bits of torch's default on a CPU. The fused one is not taken
-            on a CPU for complex parameters, nor where torch's (2.13) is wrong: where a tensor is not contiguous it
-            confuses elements, and where state differs from its parameter in size it writes to other memory.
+            on a CPU for complex parameters, for subclasses of tensors unless `fused=True`, nor where torch's (2.13) is
+            wrong: where a tensor is not contiguous it confuses elements, and where state differs from its parameter in
+            size it writes to other memory.
         differentiable: must be False.
         impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
         rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, so that the
@@ -169,7 +170,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
                 if all(placements_of(column) == where for column in moments):  # else torch redistributes
                     # Each of torch's operations would be dispatched on a DTensor.
                     columns = [grads if i == 1 else local_tensors(column) for i, column in enumerate(columns)]
-            if fused or (fused is None and foreach is None and not group["capturable"]):
+            is_default = fused is None and foreach is None and not group["capturable"]
+            if fused or (is_default and _are_torchs(columns[0])):
                 parts = _fused_parts(columns)
         for (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps), fused in parts:
             scale = scalars.grad_scale if fused and on_host and scalars.grad_multiplier is None else None
@@ -195,6 +197,14 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         if on_host:  # torch's fused step bumps no counter, a write to a shard not that of its DTensor
             torch.autograd.graph.increment_version(written)
         return True
+
+
+def _are_torchs(params: Sequence[Tensor]) -> bool:
+    """Whether all types are torch's own: other subclasses, as of quantized weights, need not have a fused step."""
+    if set(map(type, params)) <= ORDINARY:
+        return True
+    where = placements_of(params)
+    return all(type(param) in ORDINARY or place is not None for param, place in zip(params, where, strict=True))
 
 
 def _fused_parts(columns: list[list[Tensor]]) -> list[tuple[list[list[Tensor]], bool]]:

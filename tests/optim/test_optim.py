@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
@@ -365,3 +366,34 @@ def test_moments_of_several_dtypes_are_refused(name: str, impl: str) -> None:
     converted.state.update(optimizer.state)
     train(converted, params, [3])
     assert {optimizer.state[p][name].dtype for p in params} == {torch.float32}
+
+
+class _Wrapped(torch.Tensor):
+    """A parameter that knows the operators of torch's default step, as quantized ones do, and not the fused one."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=True)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "fused" in func.name():
+            raise NotImplementedError(func.name())
+        inner = tree_map(lambda each: each.inner if isinstance(each, cls) else each, (args, kwargs or {}))
+        out = func(*inner[0], **inner[1])
+        return args[0] if func._schema.is_mutable else out
+
+
+def test_a_subclass_of_tensors_is_stepped_by_torchs_default() -> None:
+    """torch.optim.AdamW, too, takes its fused step for tensors and parameters alone unless asked for it."""
+    params = [_Wrapped(torch.ones(3)) for _ in range(2)]
+    for param, cls in zip(params, (torch.optim.AdamW, AdamW), strict=True):
+        param.grad = torch.ones(3)
+        cls([param], lr=0.1).step()
+    assert torch.equal(params[0].inner, params[1].inner)
+    assert not torch.equal(params[0].inner, torch.ones(3))
