@@ -13,11 +13,12 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ampkit.debugging import compare
+from ampkit.debugging.compare import compare_runs
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.examine import Examination
 from ampkit.debugging.loop import check_loop
@@ -36,23 +37,11 @@ _INTERRUPT = "the script was interrupted"
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["compare"]:
-        return compare.main(arguments[1:])
-    tools = {
-        "nonfinite": _nonfinite,
-        "precision": _precision,
-        "loop": _loop,
-        "monitor": _monitor,
-        "record": _record,
-        "rehearse": _rehearse,
-    }
-    if arguments and arguments[0] in tools:
-        options = _parser().parse_args(arguments)
-        tool = tools[options.tool]
-    else:
-        options, tool = _examination_parser().parse_args(arguments), _examine
+    tool, *rest = arguments if arguments and arguments[0] in _TOOLS else ["", *arguments]
+    run = _TOOLS[tool][0]
+    options = _parser(tool).parse_args(rest)
     try:
-        report, text = tool(options)
+        report, text = run(options)
         print(text)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
@@ -69,66 +58,44 @@ def main(argv: list[str] | None = None) -> int:
     return FOUND if report else CLEAN
 
 
-def _examination_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ampkit debug",
-        description="Find out where numbers go wrong in a training script, which stays as it is.",
-        epilog="Parts of it, by name in front of the script: nonfinite, loop, precision, monitor, record, compare. "
-        "They win over a script with the same name, which is written ./loop.",
-    )
-    parser.add_argument(
-        "--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end"
-    )
-    parser.add_argument("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
-    parser.add_argument("--no-verify", action="store_true", help="do not run the script again to try changes")
-    parser.add_argument("--look-at", type=int, help=argparse.SUPPRESS)  # the only step with dear looks
-    parser.add_argument("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
-    _add_script(parser)
+def _parser(tool: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"ampkit debug {tool}".rstrip(), description=_TOOLS[tool][1])
+    add = parser.add_argument
+    replaced = "; an existing file is replaced"
+    if tool == "":
+        names = ", ".join(filter(None, _TOOLS))
+        parser.epilog = f"Tools, by name in front of the script: {names}. A script with such a name is written ./loop."
+        add("--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end")
+        add("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
+        add("--no-verify", action="store_true", help="do not run the script again to try changes")
+        add("--look-at", type=int, help=argparse.SUPPRESS)  # the only step with dear looks
+        add("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
+    elif tool == "nonfinite":
+        add("--from-step", type=_count, default=0, metavar="N", help="begin after N optimizer steps")
+        add("--keep-going", action="store_true", help="do not stop at the first finding")
+    elif tool == "precision":
+        add("--at-step", type=_count, default=0, metavar="N", help="compare the step after N optimizer steps")
+    elif tool == "monitor":
+        add("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
+        samples = "file for the samples, a line of JSON each" + replaced
+        add("--out", type=_absolute, default="ampkit-monitor.jsonl", metavar="F", help=samples)
+    elif tool == "record":
+        record = "file for the record; {rank} is the rank" + replaced
+        add("--out", type=_absolute, default="ampkit-run-{rank}.jsonl", metavar="F", help=record)
+    elif tool == "compare":
+        add("first", metavar="A", help="a file that `ampkit debug record` wrote")
+        add("second", metavar="B", help="the same script in another precision, torch, rank or machine")
+        add("--other-data", action="store_true", help="compare only parameters and updates, as of two ranks")
+    elif tool == "rehearse":
+        add("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
+        add("--against", choices=AGAINST, help="judge this recipe; without it the precision as it is")
+        add("--task", help=argparse.SUPPRESS)  # of one of the processes that the command starts
+    add("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
+    if tool != "compare":
+        add("script")
+        # Else argparse calls arguments of the script missing where the script is.
+        add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
     return parser
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ampkit debug", description="Find out where numbers go wrong.")
-    tools = parser.add_subparsers(dest="tool", required=True, metavar="tool")
-    nonfinite = tools.add_parser("nonfinite", help="where inf and NaN come from in a training script")
-    nonfinite.add_argument("--from-step", type=_count, default=0, metavar="N", help="begin after N optimizer steps")
-    nonfinite.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
-    precision = tools.add_parser("precision", help="what one step of a training script loses to low precision")
-    precision.add_argument(
-        "--at-step", type=_count, default=0, metavar="N", help="compare the step after N optimizer steps"
-    )
-    loop = tools.add_parser("loop", help="whether scaler, gradients and optimizer are called in the right order")
-    monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on every Nth step")
-    monitor.add_argument("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
-    monitor.add_argument(
-        "--out",
-        type=_absolute,
-        default="ampkit-monitor.jsonl",
-        metavar="F",
-        help="file for the samples, a line of JSON each; an existing file is replaced",
-    )
-    record = tools.add_parser("record", help="numbers of each operator of some steps, for `ampkit debug compare A B`")
-    record.add_argument(
-        "--out",
-        type=_absolute,
-        default="ampkit-run-{rank}.jsonl",
-        metavar="F",
-        help="file for the record; {rank} is the rank; an existing file is replaced",
-    )
-    rehearsal = tools.add_parser("rehearse", help="whether low precision costs a training anything, and what to keep")
-    rehearsal.add_argument("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
-    rehearsal.add_argument("--against", choices=AGAINST, help="judge this recipe; without it the precision as it is")
-    rehearsal.add_argument("--task", help=argparse.SUPPRESS)  # of one of the processes that the command starts
-    for tool in (nonfinite, precision, loop, monitor, record, rehearsal):
-        _add_script(tool)
-    return parser
-
-
-def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
-    parser.add_argument("script")
-    # Else argparse calls arguments of the script missing where the script is.
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
 
 
 # The tools: each runs the script, and returns its report and the text to print.
@@ -224,6 +191,11 @@ def _record(options: Any) -> tuple[Report, str]:
     return record.report, str(record.report)
 
 
+def _compare(options: Any) -> tuple[Report, str]:
+    comparison = compare_runs(options.first, options.second, other_data=options.other_data)
+    return comparison, str(comparison)
+
+
 def _too_early(step: int, *, checked: bool) -> str:
     """Why a report is incomplete if no step was checked; "" if one was."""
     return (
@@ -290,3 +262,15 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; expected 0, 1, 2, ...")
     return int(text)
+
+
+_TOOLS: dict[str, tuple[Callable[[Any], tuple[Report, str]], str]] = {  # by name, "" for the examination
+    "": (_examine, "Find out where numbers go wrong in a training script, which stays as it is."),
+    "nonfinite": (_nonfinite, "Where inf and NaN come from in a training script."),
+    "precision": (_precision, "What one step of a training script loses to low precision."),
+    "loop": (_loop, "Whether scaler, gradients and optimizer are called in the right order."),
+    "monitor": (_monitor, "Headroom, underflow and lost updates, on every Nth step."),
+    "record": (_record, "Numbers of each operator of some steps, for `ampkit debug compare A B`."),
+    "compare": (_compare, "The first operator whose results differ between two recorded runs."),
+    "rehearse": (_rehearse, "Whether low precision costs a training anything, and what to keep."),
+}

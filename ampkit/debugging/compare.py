@@ -7,10 +7,8 @@ more with each step, and more if random numbers differ.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -22,7 +20,6 @@ import torch
 from ampkit.debugging.report import Report
 from ampkit.debugging.run_record import GIVEN, KIND, VERSION
 
-SAME, DIFFERENT, BAD_INPUT, INCONCLUSIVE = 0, 1, 2, 3
 # Norms may differ by so many units of rounding, by the number of elements from which on: of few elements more.
 _UNITS = ((256, 4), (16, 16), (0, 64))
 _LEAST = 1e-3  # and by this share, in any precision
@@ -155,31 +152,6 @@ def compare_runs(first: str | Path, second: str | Path, *, other_data: bool = Fa
         comparison.differences = []
         comparison.incomplete = f"{comparison.compared} of {total} calls have a counterpart in the other run"
     return comparison
-
-
-def main(argv: list[str]) -> int:
-    """Compare two records on the command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="ampkit debug compare", description="The first operator whose results differ between two recorded runs."
-    )
-    parser.add_argument("first", metavar="A", help="a file that `ampkit debug record` wrote")
-    parser.add_argument("second", metavar="B", help="the same script in another precision, torch, rank or machine")
-    parser.add_argument(
-        "--other-data", action="store_true", help="compare only parameters and updates, as of two ranks"
-    )
-    parser.add_argument("--json", metavar="F", help="write the comparison")
-    options = parser.parse_args(argv)
-    try:
-        comparison = compare_runs(options.first, options.second, other_data=options.other_data)
-        print(comparison)
-        if options.json:
-            Path(options.json).write_text(comparison.to_json(), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        print(f"ampkit debug compare: {error}", file=sys.stderr)
-        return BAD_INPUT
-    if comparison:
-        return DIFFERENT
-    return INCONCLUSIVE if comparison.incomplete else SAME
 
 
 def _steps_of(path: str | Path) -> dict[int, dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit.debugging import compare, compare_runs, record_run
+from ampkit.debugging import cli, compare_runs, record_run
 from tests.debugging.models import Middle, loss_of, make, mlp
 
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -173,7 +173,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (3, third),
     ]
     for code, path in codes:
-        assert compare.main([same, str(path), "--json", str(tmp_path / "out.json")]) == code, path
+        assert cli.main(["compare", same, str(path), "--json", str(tmp_path / "out.json")]) == code, path
     assert "expected 'ampkit.debugging.run' in version 1" in capsys.readouterr().err
     data = json.loads((tmp_path / "out.json").read_text())
     assert (data["kind"], data["status"]) == ("ampkit.debugging.comparison", "inconclusive")
