@@ -23,7 +23,7 @@ from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.regions import code_of, inherits, policy_of, replaced_regions, wider, with_modules
+from ampkit.debugging.regions import code_of, inherits, policy_of, replaced_regions, wider
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.policy.module_paths import named_paths
@@ -61,23 +61,22 @@ class PolicyChange:
     @property
     def code(self) -> str:
         """The code that a user writes."""
-        return code_of(self.policy, self.device, self.modules, self._value(self._default()))
+        return code_of(self.policy, self.device, self.modules, wider(self._default(), float8=self.float8))
 
     def around(self) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
 
         def changed(spec: RegionSpec) -> RegionSpec:
-            own = policy_of(spec)
             if spec.device_type != self.device or inherits(spec):
                 return spec
-            return spec._replace(policy=with_modules(own, self.model, self.modules, self._value(own)))
+            return spec._replace(policy=self._changed(policy_of(spec)))
 
         return replaced_regions(changed)
 
     def is_possible(self) -> bool:
         """Whether the step's policy has no rule of its own for one of the modules."""
         try:
-            with_modules(self._default(), self.model, self.modules, torch.float32)
+            self._changed(self._default())
         except ValueError:
             return False
         return True
@@ -85,8 +84,8 @@ class PolicyChange:
     def _default(self) -> Policy:
         return self.policy or Policy.default(self.device)
 
-    def _value(self, policy: Policy) -> Any:
-        return wider(policy, float8=self.float8)
+    def _changed(self, policy: Policy) -> Policy:
+        return policy.for_modules(self.model, dict.fromkeys(self.modules, wider(policy, float8=self.float8)))
 
     def extended(self, left: Finding) -> PolicyChange | None:
         """This change with the module of a finding that is left, or the module around it; None if there is none."""

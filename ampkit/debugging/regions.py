@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from ampkit.engine.thread_state import thread
 from ampkit.policy.float8_recipes import RECIPES
@@ -85,14 +84,9 @@ def wider(policy: Policy, *, float8: bool) -> Any:
     return dataclasses.replace(without_float8(policy), modules=ModuleRules()) if float8 else torch.float32
 
 
-def with_modules(policy: Policy, model: Module, paths: Iterable[str], value: Any) -> Policy:
-    """The policy with one value for these modules. Raises `ValueError` if one of them has a rule of its own already."""
-    return policy.for_modules(model, dict.fromkeys(paths, value)) if paths else policy
-
-
-def code_of(policy: Policy | None, device_type: str, paths: Iterable[str], value: Any) -> str:
-    """The code of `with_modules`; `policy` is the one that the user passes to the regions, if any."""
+def code_of(policy: Policy | None, device_type: str, paths: Iterable[str], value: Any, rules: str = "") -> str:
+    """The code that gives modules of a region's policy one value; `policy` is the one that the user passes, if any."""
     start = "policy" if policy is not None else f'Policy.default("{device_type}")'
     shown = repr(value).replace("'", '"')
-    rules = ", ".join(f'"{path}": {shown}' for path in paths)
-    return f"policy = {start}.for_modules(model, {{{rules}}})"
+    modules = ", ".join(f'"{path}": {shown}' for path in paths)
+    return f"policy = {start}{rules}.for_modules(model, {{{modules}}})"

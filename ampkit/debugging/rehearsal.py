@@ -8,6 +8,8 @@ its error, modules are ranked by the expected changes of the loss, and a policy 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import statistics
 import sys
@@ -30,12 +32,12 @@ from ampkit.debugging.regions import (
     policy_of,
     replaced_regions,
     wider,
-    with_modules,
     without_float8,
 )
 from ampkit.debugging.report import PrecisionReport, Report
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.policy.policy import Policy
+from ampkit.policy.rules import Rule
 from ampkit.region.arguments import RegionSpec
 from ampkit.torch_internals.operator_tracing import OpOverload, storage_key
 
@@ -44,6 +46,7 @@ _SMALLEST_GAP = 0.01  # a smaller one is not a finding
 _ERRORS = {3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}
 _FEWEST, _MOST = 3, 9
 _MOST_PLACES = 4
+_LINEAR = "aten::linear"
 BLIND = "later steps, other data, gaps below 1 %, and what the reference loses as well"
 
 
@@ -177,7 +180,7 @@ def rehearse(
         trainings = _Trainings(steps, model, policy, n_steps, before)
         report = judge(trainings, lambda: trainings.start(warm_up), progress=progress)
     if report.change:
-        report.policy = trainings.policy_without(report.places)
+        report.policy = trainings.precision.kept(trainings.precision.own(), report.places)
     return report
 
 
@@ -186,20 +189,11 @@ class Trainings(Protocol):
 
     steps: int  # taken so far
 
-    def losses(self, cheap: bool, kept: Sequence[str], seed: int | None) -> list[float]:
-        """The losses of a training under the policy, without the modules `kept`, or in the reference."""
-        ...
+    def run(self, kind: str, cheap: bool = True, kept: Sequence[str] = (), seed: int | None = None) -> dict[str, Any]:
+        """Train under the policy without the modules `kept`, or with `cheap` False in the reference.
 
-    def facts(self, cheap: bool, kept: Sequence[str]) -> tuple[float, int]:
-        """Of a step: the share of multiplications in the cheaper format, and the bytes that backward keeps."""
-        ...
-
-    def ranking(self) -> list[str]:
-        """Modules by what their rounding is expected to change, the most first."""
-        ...
-
-    def code(self, kept: Sequence[str]) -> str:
-        """The code of the policy without modules."""
+        `kind` is "losses" for those of a training, or of one step "facts" or "ranking", see `step_result`.
+        """
         ...
 
 
@@ -216,28 +210,32 @@ def judge(trainings: Trainings, start: Callable[[], None], *, progress: bool = T
 
 
 def _judge(trainings: Trainings, report: RehearsalReport, say: Callable[[str], None]) -> None:
-    share, nbytes = trainings.facts(True, ())
-    if not share:
+    facts = trainings.run("facts")
+    if not facts["share"]:
         raise ValueError(
             "no product is computed in the cheaper format: there is nothing to judge. Expected steps whose forward "
             "runs in a region of ampkit.autocast, and for FP8 linear layers whose sizes are multiples of 16"
         )
-    report.share, report.saved = share, [trainings.facts(False, ())[1], nbytes]
+    report.share, report.saved = facts["share"], [trainings.run("facts", cheap=False)["saved"], facts["saved"]]
     references: list[float] = []
     gaps: list[float] = []
 
+    def loss(**training: Any) -> float:
+        losses = trainings.run("losses", **training)["losses"]
+        return statistics.mean(losses[len(losses) // 2 :]) if all(map(math.isfinite, losses)) else math.inf
+
     def trial(kept: Sequence[str]) -> tuple[float, bool]:
-        found = [_mean(trainings.losses(True, kept, 1 + i)) - mean for i, mean in enumerate(references)]
+        found = [loss(kept=kept, seed=1 + i) - mean for i, mean in enumerate(references)]
         left, error = _gap(found, report.loss or 1.0)
         report.tried[", ".join(kept)] = left
         say(f"without {', '.join(kept)}: {_percent(left)}")
         return left, left <= _bar(error, len(found)) and left < (report.gap or 0.0) / 2
 
     while report.pairs < _FEWEST or (report.pairs < _MOST and _SMALLEST_GAP < (report.gap or 0.0) <= report.bar):
-        references.append(_mean(trainings.losses(False, (), 1 + report.pairs)))
+        references.append(loss(cheap=False, seed=1 + report.pairs))
         if not math.isfinite(references[-1]):
             raise ValueError("the loss of the reference is not finite: ampkit.debugging.find_nonfinite finds out why")
-        gaps.append(_mean(trainings.losses(True, (), 1 + report.pairs)) - references[-1])
+        gaps.append(loss(seed=1 + report.pairs) - references[-1])
         report.pairs += 1
         report.loss = abs(statistics.mean(references)) or 1.0
         report.gap, report.error = _gap(gaps, report.loss)
@@ -252,7 +250,7 @@ def _bar(error: float, pairs: int) -> float:
 
 def _keep(trainings: Trainings, report: RehearsalReport, trial: Callable[[Sequence[str]], tuple[float, bool]]) -> None:
     """Find few modules without which there is no gap."""
-    ranking, kept, closed, count = trainings.ranking()[:_MOST_PLACES], [], False, 1
+    ranking, kept, closed, count = trainings.run("ranking")["ranking"][:_MOST_PLACES], [], False, 1
     while ranking and not closed and len(kept) < len(ranking):
         kept = ranking[:count]
         report.left, closed = trial(kept)
@@ -266,9 +264,8 @@ def _keep(trainings: Trainings, report: RehearsalReport, trial: Callable[[Sequen
         left, closed = trial(fewer)
         if closed:
             report.places, report.left = fewer, left
-    report.change = trainings.code(report.places)
-    report.share, nbytes = trainings.facts(True, report.places)
-    report.saved[1:] = [nbytes]
+    facts = trainings.run("facts", kept=report.places)
+    report.change, report.share, report.saved[1] = facts["code"], facts["share"], facts["saved"]
 
 
 def _gap(differences: list[float], loss: float) -> tuple[float, float]:
@@ -277,11 +274,6 @@ def _gap(differences: list[float], loss: float) -> tuple[float, float]:
     if len(differences) < 2 or not math.isfinite(gap):
         return gap, 0.0
     return gap, statistics.stdev(differences) / loss / math.sqrt(len(differences))
-
-
-def _mean(losses: list[float]) -> float:
-    """The mean of the second half; inf if one of all is not finite."""
-    return statistics.mean(losses[len(losses) // 2 :]) if all(map(math.isfinite, losses)) else math.inf
 
 
 def _say(text: str) -> None:
@@ -301,17 +293,15 @@ class _Trainings:
     ) -> None:
         self._steps, self._model, self._n_steps, self._before = steps, model, n_steps, before
         self._warm: TrainingSnapshot = before
-        self.precision = Precision(policy)
+        self.precision = Precision(policy, lambda paths: [model])
         self.steps = 0
 
     def start(self, warm_up: int) -> None:
         """Take the steps before all trainings, and check that the steps do the same each time."""
         observer = OperatorObserver(self._model, Report())
         observer.on_state = self._before.add  # scalers too
-        with self.precision.regions(False, self._model, ()):
-            with observer:
-                first = self._taken(1)
-            again = self._taken(1)
+        with self.precision.regions(cheap=False):
+            first, again = self._taken(1, tool=observer), self._taken(1)
             if not (first and again):
                 raise ValueError("steps() yields nothing; expected the loss of each step")
             if not math.isclose(first[0], again[0], rel_tol=1e-5) and not math.isnan(first[0]):
@@ -324,46 +314,23 @@ class _Trainings:
                 self._taken(warm_up)
                 self._warm = TrainingSnapshot(self._model, self._before.owners)
 
-    def losses(self, cheap: bool, kept: Sequence[str], seed: int | None) -> list[float]:
-        with self.precision.regions(cheap, self._model, kept):
-            return self._taken(self._n_steps, seed)
+    def run(self, kind: str, cheap: bool = True, kept: Sequence[str] = (), seed: int | None = None) -> dict[str, Any]:
+        with self.precision.regions(cheap, kept):
+            if kind == "losses":
+                return {"losses": self._taken(self._n_steps, seed)}
+            return step_result(kind, self.precision, self._model, kept, lambda tool: self._taken(1, tool=tool))
 
-    def facts(self, cheap: bool, kept: Sequence[str]) -> tuple[float, int]:
-        facts = StepFacts(self._model)
-        with self.precision.regions(cheap, self._model, kept), facts:
-            self._taken(1)
-        return facts.share(float8=self.precision.float8), facts.saved
-
-    def ranking(self) -> list[str]:
-        comparison = PrecisionComparison(self._model)
-        with self.precision.regions(True, self._model, ()), comparison:
-            self._taken(1)
-        return [path for path in ranked(comparison.report) if self._can_keep(path)]
-
-    def code(self, kept: Sequence[str]) -> str:
-        return self.precision.code(kept)
-
-    def policy_without(self, kept: Sequence[str]) -> Policy:
-        """The policy without modules."""
-        return self.precision.kept(self.precision.own(), self._model, tuple(kept))
-
-    def _can_keep(self, path: str) -> bool:
-        with contextlib.suppress(ValueError):
-            return bool(self.policy_without([path]))
-        return False  # the user's policy has a rule for it
-
-    def _taken(self, n_steps: int, seed: int | None = None) -> list[float]:
-        """The losses of steps from the state after the warm-up."""
+    def _taken(
+        self, n_steps: int, seed: int | None = None, tool: contextlib.AbstractContextManager[Any] | None = None
+    ) -> list[float]:
+        """The losses of steps from the state after the warm-up, which run under a tool."""
         self._warm.restore()
         move(self._model.parameters(), seed)
-        running = self._steps()
         losses = []
-        for loss, _ in zip(running, range(n_steps), strict=False):
-            losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
-            self.steps += 1
-            if len(losses) == n_steps:
-                break
-        getattr(running, "close", lambda: None)()
+        with tool or contextlib.nullcontext():
+            for loss in itertools.islice(self._steps(), n_steps):  # which also frees, and so closes, the generator
+                losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+                self.steps += 1
         return losses
 
 
@@ -378,10 +345,16 @@ def move(parameters: Iterable[Tensor], seed: int | None) -> None:
 
 
 class Precision:
-    """The regions of a rehearsal: those of the policy, without some modules, and those of the reference."""
+    """The regions of a rehearsal: those of the policy, without some modules, and those of the reference.
 
-    def __init__(self, policy: Policy | None) -> None:
-        self._policy = policy
+    `policy` is judged in place of those of the regions, `rule` for linear layers beside them; None: as they are.
+    `models` are the models that have modules at some paths.
+    """
+
+    def __init__(
+        self, policy: Policy | None, models: Callable[[Sequence[str]], list[Module]], rule: Rule | None = None
+    ) -> None:
+        self._policy, self._models, self._rule = policy, models, rule
         self._seen: RegionSpec | None = None  # the first region of the steps
         self._made: dict[Any, Policy] = {}
 
@@ -390,9 +363,7 @@ class Precision:
         """Whether FP8 is judged, against 16 bits; else 16 bits against float32."""
         return has_float8(self.own())
 
-    def regions(
-        self, cheap: bool, model: Module | None, kept: Sequence[str]
-    ) -> contextlib.AbstractContextManager[None]:
+    def regions(self, cheap: bool, kept: Sequence[str] = ()) -> contextlib.AbstractContextManager[None]:
         """A context in which the program's regions are those of the policy, or with `cheap` False of the reference."""
 
         def replace(spec: RegionSpec) -> RegionSpec:
@@ -402,42 +373,78 @@ class Precision:
                 self._seen = spec
             if inherits(spec) and (cheap or self.float8):
                 return spec
-            own = self.judged(spec)
+            own = self._judged(spec)
             if cheap:
-                return spec._replace(policy=self.kept(own, model, tuple(kept)))
+                return spec._replace(policy=self.kept(own, kept))
             if self.float8:
-                return spec._replace(policy=self.made(("reference", own), lambda: without_float8(own)))
+                return spec._replace(policy=self._once(("reference", own), lambda: without_float8(own)))
             return spec._replace(enabled=False)
 
         return replaced_regions(replace)
 
-    def judged(self, spec: RegionSpec) -> Policy:
+    def _judged(self, spec: RegionSpec) -> Policy:
         """The policy that is judged, in the place of the one of a region."""
-        return self._policy or policy_of(spec)
+        policy, rule = self._policy or policy_of(spec), self._rule
+        return policy if rule is None else self._once(policy, lambda: policy.with_rules({_LINEAR: rule}))
 
     def own(self) -> Policy:
         """The policy that is judged, in the program's first region."""
-        return Policy.default("cpu") if self._seen is None else self.judged(self._seen)
+        return Policy.default("cpu") if self._seen is None else self._judged(self._seen)
 
-    def kept(self, policy: Policy, model: Any, kept: tuple[str, ...]) -> Policy:
-        """A policy without some modules."""
-        value = wider(policy, float8=has_float8(policy))
-        return self.made((policy, kept), lambda: with_modules(policy, model, kept, value))
+    def kept(self, policy: Policy, kept: Sequence[str]) -> Policy:
+        """A policy without some modules. Raises `ValueError` if it has a rule for one of them already."""
+
+        def bound() -> Policy:
+            value = wider(policy, float8=has_float8(policy))
+            models = self._models(kept)
+            return functools.reduce(
+                lambda made, model: made.for_modules(model, dict.fromkeys(kept, value)), models, policy
+            )
+
+        return self._once((policy, *kept), bound) if kept else policy
+
+    def can_keep(self, path: str) -> bool:
+        """Whether there is a module at a path, and the policy has no rule for it."""
+        with contextlib.suppress(ValueError):
+            return self.kept(self.own(), [path]) != self.own()
+        return False
 
     def code(self, kept: Sequence[str]) -> str:
         """The code of the policy that is judged without some modules."""
         own = self.own()
         given = self._policy or (None if self._seen is None else self._seen.policy)
-        return code_of(given, own.device_type, kept, wider(own, float8=self.float8))
+        rules = "" if self._rule is None else f'.with_rules({{"{_LINEAR}": {self._rule}}})'
+        return code_of(given, own.device_type, kept, wider(own, float8=self.float8), rules)
 
-    def made(self, key: Any, make: Callable[[], Policy]) -> Policy:
+    def _once(self, key: Any, make: Callable[[], Policy]) -> Policy:
         """A policy that is made once: regions are entered in each step."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
 
-def ranked(report: PrecisionReport) -> list[str]:
+def step_result(
+    kind: str,
+    precision: Precision,
+    model: Module | None,
+    kept: Sequence[str],
+    run: Callable[[StepFacts | PrecisionComparison], object],
+) -> dict[str, Any]:
+    """What `Trainings.run` returns for one step, which `run` takes under a tool.
+
+    For "facts" the share of multiplications in the cheaper format, the bytes that backward keeps, and the code of the
+    policy; for "ranking" modules by what their rounding is expected to change, the most first.
+    """
+    if kind == "facts":
+        facts = StepFacts(model)
+        run(facts)
+        return {"share": facts.share(float8=precision.float8), "saved": facts.saved, "code": precision.code(kept)}
+    comparison = PrecisionComparison(model)
+    run(comparison)
+    return {"ranking": list(filter(precision.can_keep, _ranked(comparison.report)))}
+
+
+def _ranked(report: PrecisionReport) -> list[str]:
     """Modules by the expected change of the loss; by the errors of their gradients where no change is large."""
     if report.fragile:
         return list(report.loss_changes)
@@ -456,6 +463,7 @@ class StepFacts(OperatorObserver[Report]):
         self._products = {1: 0, 2: 0, 4: 0, 8: 0}  # multiplications, by bytes of an operand's element
         self._kept: dict[int, int] = {}  # bytes by storage
         self._hooks = contextlib.ExitStack()
+        self.on_step: Callable[[], None] = lambda: None  # called when a step has ended
 
     def __enter__(self) -> Report:  # type: ignore[override]
         self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor))
@@ -464,6 +472,9 @@ class StepFacts(OperatorObserver[Report]):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.close()
+
+    def _step_ended(self, *, skipped: bool = False) -> None:
+        self.on_step()
 
     def share(self, *, float8: bool) -> float:
         """The share of the multiplications in FP8, or in 16 bits or fewer."""

@@ -24,15 +24,11 @@ from torch.optim import Optimizer
 
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.regions import has_float8, wider
-from ampkit.debugging.rehearsal import Precision, RehearsalReport, StepFacts, move, ranked
+from ampkit.debugging.rehearsal import Precision, RehearsalReport, StepFacts, move, step_result
 from ampkit.policy.module_paths import named_paths, unwrapped
-from ampkit.policy.policy import Policy
 from ampkit.policy.rules import Rule
-from ampkit.region.arguments import RegionSpec
 
 RULES = {rule.value.removeprefix("float8_"): rule for rule in Rule if rule.value.startswith("float8_")}
-_LINEAR = "aten::linear"
 AGAINST = tuple(f"fp8_{name}" for name in RULES)
 
 
@@ -59,30 +55,7 @@ class ScriptTrainings:
         self._against, self._n_steps = against, n_steps
         self._n_backward: int | None = None
 
-    def losses(self, cheap: bool, kept: Sequence[str], seed: int | None) -> list[float]:
-        result = self._run("losses", cheap, kept, seed)
-        losses = [float(loss) for loss in result["losses"]]
-        if not losses:
-            raise RuntimeError("the script calls no backward; expected a script that trains")
-        if self._n_backward is None:
-            self._n_backward = len(losses)
-        self.steps += len(losses)
-        return losses
-
-    def facts(self, cheap: bool, kept: Sequence[str]) -> tuple[float, int]:
-        result = self._run("facts", cheap, kept)
-        self.steps += 1
-        return result["share"], result["saved"]
-
-    def ranking(self) -> list[str]:
-        result = self._run("ranking", True, ())
-        self.steps += self._n_steps
-        return result["ranking"]
-
-    def code(self, kept: Sequence[str]) -> str:
-        return self._run("facts", True, kept)["code"]
-
-    def _run(self, kind: str, cheap: bool, kept: Sequence[str], seed: int | None = None) -> dict[str, Any]:
+    def run(self, kind: str, cheap: bool = True, kept: Sequence[str] = (), seed: int | None = None) -> dict[str, Any]:
         """Run the script. Raises `RuntimeError` with the end of its errors if it does not come to a result."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
@@ -93,7 +66,11 @@ class ScriptTrainings:
             )
             if not out.exists():
                 raise RuntimeError("the script did not come to a result: " + run.stderr.strip()[-2000:])
-            return json.loads(out.read_text(encoding="utf-8"))
+            result = json.loads(out.read_text(encoding="utf-8"))
+        if kind == "losses":
+            self._n_backward = self._n_backward or len(result["losses"])
+        self.steps += {"facts": 1, "ranking": self._n_steps}.get(kind) or len(result["losses"])
+        return result
 
 
 def run_task(
@@ -104,60 +81,29 @@ def run_task(
     `run` runs the script under a context and returns why it did not run to its end, if it did not; `stop` ends it.
     """
     task = Task(**json.loads(text))
-    precision = _ScriptPrecision(task)
-    result: dict[str, Any] = {}
-    with precision.regions(task.cheap, None, task.kept), torch.compiler.set_stance("force_eager"):
+    precision = Precision(None, _models, None if task.against is None else RULES[task.against.removeprefix("fp8_")])
+
+    def run_under(tool: contextlib.AbstractContextManager[Any]) -> None:
+        why = run(tool)
+        if why:
+            raise RuntimeError(why)
+
+    def run_step(tool: StepFacts | PrecisionComparison) -> None:
+        tool.on_step = stop
+        tool.first_step = 0 if task.kind == "facts" else task.steps - 1
+        run_under(tool)
+
+    with precision.regions(task.cheap, task.kept), torch.compiler.set_stance("force_eager"):
         if task.kind == "losses":
             training = _Training(task, stop)
-            why = run(training)
-            result["losses"] = training.losses
-        elif task.kind == "facts":
-            facts = _OneStep(stop)
-            why = run(facts)
-            result.update(share=facts.share(float8=precision.float8), saved=facts.saved, code=precision.code(task.kept))
+            run_under(training)
+            if not training.losses:
+                raise RuntimeError("the script calls no backward; expected a script that trains")
+            result: dict[str, Any] = {"losses": training.losses}
         else:
-            comparison = PrecisionComparison(None)
-            comparison.first_step, comparison.on_step = task.steps - 1, stop
-            why = run(comparison)
-            result["ranking"] = [path for path in ranked(comparison.report) if precision.can_keep(path)]
-    if why:
-        raise RuntimeError(why)
+            result = step_result(task.kind, precision, None, task.kept, run_step)
     Path(task.out).write_text(json.dumps(result), encoding="utf-8")
     return RehearsalReport()
-
-
-class _ScriptPrecision(Precision):
-    """The regions of a script, whose model is found when a module has to be kept out."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(None)
-        self._rule = None if task.against is None else RULES[task.against.removeprefix("fp8_")]
-
-    def can_keep(self, path: str) -> bool:
-        """Whether a rule for a module is possible: it has a path, and the script's policy has no such rule."""
-        try:
-            return bool(_models([path])) and bool(self.kept(self.own(), None, (path,)))
-        except ValueError:
-            return False
-
-    def judged(self, spec: RegionSpec) -> Policy:
-        policy, rule = super().judged(spec), self._rule
-        return policy if rule is None else self.made(policy, lambda: policy.with_rules({_LINEAR: rule}))
-
-    def code(self, kept: Sequence[str]) -> str:
-        added = "" if self._rule is None else f'.with_rules({{"{_LINEAR}": {self._rule}}})'
-        return super().code(kept).replace(".for_modules", f"{added}.for_modules", 1)
-
-    def kept(self, policy: Policy, model: Module | None, kept: tuple[str, ...]) -> Policy:
-        if not kept:
-            return policy
-        return self.made((policy, kept), lambda: self._bound(policy, kept))
-
-    def _bound(self, policy: Policy, kept: tuple[str, ...]) -> Policy:
-        value = wider(policy, float8=has_float8(policy))
-        for model in _models(kept):
-            policy = policy.for_modules(model, dict.fromkeys(kept, value))
-        return policy
 
 
 def _models(paths: Sequence[str]) -> list[Module]:
@@ -195,14 +141,3 @@ class _Training(check_loop):
         super()._step_ended(optimizer)
         if self._task.n_backward is None and self.report.iterations >= self._task.steps:
             self._stop()
-
-
-class _OneStep(StepFacts):
-    """The facts of the script's first step, which ends it."""
-
-    def __init__(self, stop: Callable[[], None]) -> None:
-        super().__init__(None)
-        self._stop = stop
-
-    def _step_ended(self, *, skipped: bool = False) -> None:
-        self._stop()
