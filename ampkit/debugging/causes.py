@@ -240,7 +240,7 @@ _LARGE = (
     "clamp before it, or subtract the maximum: logsumexp, log_softmax, softplus",
 )
 
-# By base name of the operator: why its result (in backward its derivative) is undefined, and what helps.
+# By base name of the operator: why its result, or its derivative, is undefined, and what helps.
 _FORWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("div", "reciprocal", "rsqrt", "addcdiv", "remainder", "fmod"), _ZERO),
     **dict.fromkeys(("log", "log2", "log10", "xlogy", "special_xlog1py"), _LOG),
@@ -279,6 +279,7 @@ _FORWARD: dict[str, tuple[str, str]] = {
         ),
     ),
 }
+# Of backward, where it is another reason than that of forward.
 _BACKWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("sqrt", "pow", "hypot", "norm", "linalg_vector_norm", "_euclidean_dist", "_cdist_forward"), _ROOT),
     **dict.fromkeys(("acos", "asin"), _ARC),
@@ -289,24 +290,6 @@ _BACKWARD: dict[str, tuple[str, str]] = {
             "svdvals or eigvalsh if vectors are not needed, or add a little noise, so that values are distinct",
         ),
     ),
-    **{
-        name: _FORWARD[name]
-        for name in (
-            "div",
-            "log",
-            "log2",
-            "log10",
-            "log1p",
-            "rsqrt",
-            "reciprocal",
-            "std",
-            "var",
-            "atanh",
-            "acosh",
-            "exp",
-            "mean",
-        )
-    },
 }
 
 
@@ -334,15 +317,14 @@ def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:
 
 def advice_for(op: str, backward_of: str) -> tuple[str, str]:
     """Why an operator is undefined, and what helps; in backward looked up by its forward operator."""
-    base = _base(backward_of or op)
     general = (
         "",
         "exclude inputs for which it is undefined: clamp them, or torch.where on both its input and its result",
     )
-    table = _FORWARD
-    if backward_of and base in _BACKWARD:
-        table = _BACKWARD
-    elif backward_of:  # the user's own operator, in a hook or in a custom function's backward
+    base = _base(backward_of or op)
+    known = (_BACKWARD.get(base) if backward_of else None) or _FORWARD.get(base)
+    if known is None:  # the user's own operator, in a hook or in a custom function's backward
         base = _base(op)
-    why, advice = table.get(base, general)
+        known = _FORWARD.get(base, general)
+    why, advice = known
     return why.format(op=base), advice.format(op=f"torch.{base}")
