@@ -177,10 +177,6 @@ def _is_backward(call: _Call) -> bool:
     return bool(call["phase"] in ("backward", "scaler"))
 
 
-def _unscaled(call: _Call) -> float:
-    return float(call["norm"]) / float(call["scale"])
-
-
 def _aligned(first: list[_Call], second: list[_Call]) -> tuple[list[tuple[_Call, _Call]], list[tuple[str, _Call, int]]]:
     """Pairs of calls with the same key in the same order; and calls of one run only, with the next pair's index."""
     keys = [
