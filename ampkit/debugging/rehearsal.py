@@ -99,17 +99,13 @@ class RehearsalReport(Report):
             lines += [f"  tried     without {places}: {_percent(gap)}" for places, gap in self.tried.items()]
         if self.share is not None:
             now = f"{100 * self.share:.0f} % of the multiplications are in the cheaper format"
-            kept = f"; backward keeps {_megabytes(self.saved[1])} in place of {_megabytes(self.saved[0])}"
-            lines.append(f"  cheap     {now}{kept if len(self.saved) > 1 else ''}")
+            reference, kept = (f"{nbytes / 1e6:.3g} MB" for nbytes in self.saved)
+            lines.append(f"  cheap     {now}; backward keeps {kept} in place of {reference}")
         return "\n".join([*lines, f"  unseen    {BLIND}; {self.steps} steps were taken"])
 
 
 def _percent(gap: float) -> str:
     return f"{100 * gap:+.1f} %" if math.isfinite(gap) else "everything: the loss is not finite, a gap"
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.3g} MB"
 
 
 def rehearse(
@@ -462,16 +458,11 @@ class StepFacts(OperatorObserver[Report]):
         super().__init__(model, Report())
         self._products = {1: 0, 2: 0, 4: 0, 8: 0}  # multiplications, by bytes of an operand's element
         self._kept: dict[int, int] = {}  # bytes by storage
-        self._hooks = contextlib.ExitStack()
         self.on_step: Callable[[], None] = lambda: None  # called when a step has ended
 
-    def __enter__(self) -> Report:  # type: ignore[override]
-        self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._hooks.close()
+    def _begin(self, stack: contextlib.ExitStack) -> None:
+        super()._begin(stack)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor))
 
     def _step_ended(self, *, skipped: bool = False) -> None:
         self.on_step()
