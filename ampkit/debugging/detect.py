@@ -138,7 +138,6 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         before: dict[int, Tensor],
-        result: Any,
         outputs: list[Tensor],
         ranges: list[tuple[float, float]],
     ) -> None:
@@ -181,7 +180,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
         inputs = tuple({index for indices in writers for index in indices or () if index in self._events})
         if not outputs:  # a comparison, an index, or a number on the host
-            self._ran(call, func, args, kwargs, kept, result, outputs, [])
+            self._ran(call, func, args, kwargs, kept, outputs, [])
             inputs = tuple(index for index in inputs if not self._events[index].scalar)  # loops often check a loss
             if inputs and isinstance(result, Tensor) and result.dtype is torch.bool:
                 self._events[self._next] = Event(self._next, call.phase, inputs)
@@ -197,10 +196,10 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
             finding = self._keep(event, call, outputs[0])
             finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
-            self._ran(call, func, args, kwargs, kept, result, outputs, [])
+            self._ran(call, func, args, kwargs, kept, outputs, [])
             return result
         ranges = list(map(causes.extremes, outputs))
-        self._ran(call, func, args, kwargs, kept, result, outputs, ranges)
+        self._ran(call, func, args, kwargs, kept, outputs, ranges)
         for low, high in ranges:
             event.note_range(low, high)
         if event.broken:

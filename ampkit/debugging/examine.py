@@ -25,7 +25,7 @@ from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.find import try_changes
 from ampkit.debugging.nonfinite_origins import Event
-from ampkit.debugging.operator_calls import DearLook, OperatorCall
+from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison, compare_precision
 from ampkit.debugging.proposed_changes import advice, advice_on_precision
@@ -36,7 +36,6 @@ from ampkit.debugging.tape import Tape
 from ampkit.debugging.two_scales import TwoScales
 from ampkit.torch_internals.operator_tracing import LoaderIterator, OpOverload, is_opaque, storage_key, without_dispatch
 
-DEAR: tuple[type[DearLook], ...] = (TwoScales,)
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
 _MANY_SKIPS = 8  # steps that a scaler skips
 _RANDOM_STEP = 0.02  # the chance of another step to be chosen
@@ -68,7 +67,7 @@ class Examination(detect_nonfinite):
             StorageMap()
         )  # by storage: line of the loop, number of the batch
         self._batches = 0
-        self._dear: list[DearLook] = []
+        self._scales: TwoScales | None = None  # of a chosen step
         self._random = random.Random(0)  # not the run's own
         self._started = self._dear_started = 0.0
         self._dear_time = 0.0
@@ -146,7 +145,7 @@ class Examination(detect_nonfinite):
                 affordable and (found > self._found_before or self._random.random() < _RANDOM_STEP)
             )
             self._found_before = found
-        self._dear = [look(self) for look in DEAR if chosen or look.every_step]
+        self._scales = TwoScales(self) if chosen else None
         self._tape = Tape() if chosen else None
         if chosen:
             self._dear_started = time.process_time()
@@ -154,17 +153,17 @@ class Examination(detect_nonfinite):
 
     def _end_dear(self) -> None:
         """Collect what the dear looks found."""
-        for look in self._dear:
-            for problem in look.step_ended(self.report.findings):
+        if self._scales is not None:
+            for problem in self._scales.problems:
                 self.report.add_problem(problem)
-            if look.unseen and look.unseen not in self.report.unseen:
-                self.report.unseen.append(look.unseen)
+            if self._scales.unseen and self._scales.unseen not in self.report.unseen:
+                self.report.unseen.append(self._scales.unseen)
         if self.precision is not None:
             if not any(finding.step <= self.precision.report.step <= finding.last for finding in self.report.findings):
                 for problem in _of_precision(self.precision):
                     self.report.add_problem(problem)
             self._dear_time += time.process_time() - self._dear_started
-        self.precision, self._dear = None, []
+        self.precision = self._scales = None
 
     def _step_starts(self, optimizer: Any) -> None:
         self._gradients.step_starts(optimizer)
@@ -196,12 +195,9 @@ class Examination(detect_nonfinite):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         before: dict[int, Tensor],
-        result: Any,
         outputs: list[Tensor],
         ranges: list[tuple[float, float]],
     ) -> None:
-        for look in self._dear:
-            look.operator_ran(call, func, args, kwargs, result, before)
         rounding = self._roundings.operator_ran(call, func, args, kwargs, before, outputs, ranges)
         for problem in (self._casts.operator_ran(call, outputs), rounding):
             if problem is not None:
@@ -215,11 +211,10 @@ class Examination(detect_nonfinite):
             self.on_operator()
 
     def _before_backward(self, roots: list[Any], gradients: Any, scaled: bool) -> None:
-        if self._dear:
+        if self._scales is not None:
             self.paused = True
             try:
-                for look in self._dear:
-                    look.before_backward([root for root in roots if isinstance(root, Tensor)], gradients, scaled)
+                self._scales.before_backward([root for root in roots if isinstance(root, Tensor)], gradients, scaled)
             finally:
                 self.paused = False
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_caller
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
-from ampkit.debugging.report import Finding, Problem, Report
+from ampkit.debugging.report import Report
 from ampkit.engine.optimizer_steps import invalidate_casts
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
@@ -57,34 +57,6 @@ class OperatorCall:
     def starts_backward(self) -> bool:
         """Whether it makes the gradient of a loss, its argument, that backward starts with."""
         return self.facts.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
-
-
-class DearLook:
-    """A look of `examine` that costs more than a pass over each result; made in some steps unless `every_step`."""
-
-    every_step = False
-
-    def __init__(self, observer: OperatorObserver[Any]) -> None:
-        self.observer = observer
-        self.unseen = ""  # what it could not look at in this step, and why
-
-    def operator_ran(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        before: dict[int, Tensor],
-    ) -> None:
-        """Called after each operator; `before` has copies of what it wrote in place, by identity of the tensor."""
-
-    def before_backward(self, roots: Sequence[Tensor], gradients: Any, scaled: bool) -> None:
-        """Called before a backward from `roots`; operators that it runs are not observed."""
-
-    def step_ended(self, findings: list[Finding]) -> list[Problem]:
-        """Return what it found in the step; `findings` are those of inf and NaN, which it may change."""
-        return []
 
 
 class _Thread(threading.local):

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ampkit.debugging.call_sites import Caller, find_caller, relative
-from ampkit.debugging.operator_calls import DearLook, OperatorObserver
+from ampkit.debugging.operator_calls import OperatorObserver
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.report import Finding, Problem, Suggestion
+from ampkit.debugging.report import Problem, Suggestion
 from ampkit.debugging.snapshot import generators
 from ampkit.torch_internals.operator_tracing import (
     ObserverMode,
@@ -135,12 +135,13 @@ def compare_scales(roots: Sequence[Tensor], gradients: Sequence[Tensor | None] |
     return findings
 
 
-class TwoScales(DearLook):
-    """Compares the backwards of a step with several scales."""
+class TwoScales:
+    """Compares the backwards of a step with several scales. Costs more than a pass over each result."""
 
     def __init__(self, observer: OperatorObserver[Any]) -> None:
-        super().__init__(observer)
-        self._problems: list[Problem] = []
+        self.problems: list[Problem] = []
+        self.unseen = ""  # what it could not look at, and why
+        self._observer = observer
 
     def before_backward(self, roots: Sequence[Tensor], gradients: Any, scaled: bool) -> None:
         """Look at a backward that is about to run."""
@@ -154,15 +155,11 @@ class TwoScales(DearLook):
         except Exception as error:  # of the user's functions
             self.unseen = f"backward with several scales: {str(error).partition(chr(10))[0][:100]}"
             return
-        self._problems += [problem for each in findings if (problem := self._problem(each, scaled)) is not None]
-
-    def step_ended(self, findings: list[Finding]) -> list[Problem]:
-        """Return what was found in the backwards of the step."""
-        return self._problems
+        self.problems += [problem for each in findings if (problem := self._problem(each, scaled)) is not None]
 
     def _problem(self, finding: ScaleFinding, scaled: bool) -> Problem | None:
         """The problem of a finding; None where it does no harm without a scaler."""
-        names = [self.observer._name_of(parameter) or "an input" for parameter in finding.parameters]
+        names = [self._observer._name_of(parameter) or "an input" for parameter in finding.parameters]
         what = f"the gradient of {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         if finding.kind == "clipped":
             if not scaled:
@@ -188,11 +185,11 @@ class TwoScales(DearLook):
             finding.file,
             finding.line,
             suggestion=Suggestion(advice, evidence="not tried"),
-            step=self.observer.step,
+            step=self._observer.step,
         )
-        forward = self.observer._forward.get(finding.number)
+        forward = self._observer._forward.get(finding.number)
         if forward is not None:
-            fields = self.observer._operation_fields(forward)
+            fields = self._observer._operation_fields(forward)
             problem.module, problem.op = fields["module"], finding.function
             if not problem.file:
                 problem.file, problem.line = fields["file"], fields["line"]
