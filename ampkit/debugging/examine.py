@@ -331,7 +331,7 @@ def examine(step: Callable[[], Any], model: Module, *, steps: int = 4, state: It
         for _ in range(steps):
             step()
     if report.findings:
-        try_changes(report, step, model, snapshot, examination.modules.region)
+        try_changes(report, step, model, snapshot, examination.modules)
     for problem in report.problems:
         if problem.look == "precision":
             with snapshot:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from ampkit.debugging.call_sites import ModuleCalls
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.proposed_changes import Change, Region, advice, changes_for, suggestion
+from ampkit.debugging.proposed_changes import Change, advice, changes_for, suggestion
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Suggestion
 from ampkit.debugging.snapshot import TrainingSnapshot
-from ampkit.policy.policy import Policy
 
 _MAX_RULES = 8  # the most modules or lines of one change, which are added one by one
 _VERIFIED_STEPS = 4  # so many steps in a row must be finite with a change
@@ -53,99 +52,81 @@ def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[An
         report = debugging.find_nonfinite(step, model, state=[scaler])
         print(report)
     """
-    replay = _Replay(step, model, TrainingSnapshot(model, state))
-    report = replay.run()
-    if not report.findings:
-        return report
-    if report.compiled and replay.is_finite_compiled():
+    snapshot = TrainingSnapshot(model, state)
+    detect = detect_nonfinite(model, on_found="record")
+    detect.on_state = snapshot.add
+    with snapshot, detect as report:
+        step()
+    if report.findings and report.compiled and _is_finite_compiled(step, model, snapshot):
         report.note = f"the compiled step is finite; run eagerly: {report.findings[0]}"
         report.findings = []
-        return report
-    replay.suggest(report)
+    if report.findings:
+        try_changes(report, step, model, snapshot, detect.modules)
     return report
 
 
+def _is_finite_compiled(step: Callable[[], Any], model: Module, snapshot: TrainingSnapshot) -> bool:
+    """Whether the step's results, parameters and gradients are finite without a tool, thus compiled."""
+    with snapshot:
+        tensors = [*tensors_in(step()), *model.parameters()]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
 def try_changes(
-    report: NonFiniteReport, step: Callable[[], Any], model: Module, snapshot: TrainingSnapshot, region: Region
+    report: NonFiniteReport, step: Callable[[], Any], model: Module, snapshot: TrainingSnapshot, modules: ModuleCalls
 ) -> None:
-    """Try changes for the first finding of a report of a step, from the state in `snapshot`."""
-    _Replay(step, model, snapshot, region).suggest(report)
+    """Try changes for the first finding of a report of a step, from the state in `snapshot`.
 
+    A change is extended by further modules or lines while steps are not finite with it.
+    """
 
-@dataclass
-class _Replay:
-    """Runs a step repeatedly, each time from the same state."""
-
-    _step: Callable[[], Any]
-    _model: Module
-    _snapshot: TrainingSnapshot
-    region: Region = "none"
-    policy: Policy | None = None  # that the step's regions were given
-
-    def run(self) -> NonFiniteReport:
-        """Run the step under `detect_nonfinite`."""
-        detect = detect_nonfinite(self._model, on_found="record")
-        detect.on_state = self._snapshot.add
-        with self._snapshot, detect as report:
-            self._step()
-        self.region, self.policy = detect.modules.region, detect.modules.policy
-        return report
-
-    def suggest(self, report: NonFiniteReport) -> None:
-        """Try changes for the first finding of a report."""
-        finding = report.findings[0]
-        if report.loop and finding.scale is not None:
-            finding.suggestion = Suggestion(
-                "correct the loop first, see above", evidence="it mishandles scaled gradients"
-            )
-        else:
-            changes = changes_for(finding, self.region, self._model, self.policy)
-            finding.suggestion = suggestion(changes, advice(finding), self.attempt)
-
-    def is_finite_compiled(self) -> bool:
-        """Whether the step's results, parameters and gradients are finite without a tool, thus compiled."""
-        with self._snapshot:
-            tensors = [*tensors_in(self._step()), *self._model.parameters()]
-            tensors += [p.grad for p in self._model.parameters() if p.grad is not None]
-            return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-    def attempt(self, change: Change) -> tuple[Change, bool, str]:
-        """Try a change, and extend it by further modules or lines while steps are not finite with it."""
-        helps, evidence, left = self._verify(change)
+    def attempt(change: Change) -> tuple[Change, bool, str]:
+        helps, evidence, left = _verify(change, step, model, snapshot)
         for _ in range(_MAX_RULES - 1):
             extended = None if left is None else change.extended(left)
             if extended is None:
                 break
             change = extended
-            helps, evidence, left = self._verify(change)
+            helps, evidence, left = _verify(change, step, model, snapshot)
         return change, helps, evidence
 
-    def _verify(self, change: Change) -> tuple[bool, str, Finding | None]:
-        """Whether steps with a change are finite and update parameters, the evidence, and the finding that is left."""
-        detect = detect_nonfinite(self._model, on_found="raise")
-        steps = in_a_row = 0
-        try:
-            with self._snapshot, change.around(), detect:
-                while in_a_row < _VERIFIED_STEPS and steps < _MAX_STEPS:
-                    before = [p.detach().clone() for p in self._model.parameters()]
-                    self._step()
-                    steps += 1
-                    if not self._snapshot.optimizers:
-                        self._snapshot.restore_gradients()  # else they would accumulate
-                    updated = not all(map(torch.equal, before, self._model.parameters()))
-                    in_a_row = in_a_row + 1 if updated or not self._snapshot.optimizers else 0
-        except NonFiniteError as error:
-            return False, "still not finite", error.report.findings[0]
-        except RuntimeError as error:  # an operator refuses the mix of dtypes
-            return False, str(error).partition("\n")[0][:100], None
-        losses = detect.losses
-        if in_a_row < _VERIFIED_STEPS:
-            return False, "finite, but no parameter changes", None
-        if not all(map(math.isfinite, losses)) or (losses and abs(losses[-1]) > 1 + 100 * abs(losses[0])):
-            return False, "finite, but the loss diverges", None
-        evidence = f"{steps} steps with it are finite"
-        if not self._snapshot.optimizers:
-            evidence += " (the step has no optimizer)"
-        elif len(losses) > 1:
-            evidence += f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}"
-        return True, evidence, None
+    finding = report.findings[0]
+    if report.loop and finding.scale is not None:
+        finding.suggestion = Suggestion("correct the loop first, see above", evidence="it mishandles scaled gradients")
+        return
+    changes = changes_for(finding, modules.region, model, modules.policy)
+    finding.suggestion = suggestion(changes, advice(finding), attempt)
+
+
+def _verify(
+    change: Change, step: Callable[[], Any], model: Module, snapshot: TrainingSnapshot
+) -> tuple[bool, str, Finding | None]:
+    """Whether steps with a change are finite and update parameters, the evidence, and the finding that is left."""
+    detect = detect_nonfinite(model, on_found="raise")
+    steps = in_a_row = 0
+    try:
+        with snapshot, change.around(), detect:
+            while in_a_row < _VERIFIED_STEPS and steps < _MAX_STEPS:
+                before = [p.detach().clone() for p in model.parameters()]
+                step()
+                steps += 1
+                if not snapshot.optimizers:
+                    snapshot.restore_gradients()  # else they would accumulate
+                updated = not all(map(torch.equal, before, model.parameters()))
+                in_a_row = in_a_row + 1 if updated or not snapshot.optimizers else 0
+    except NonFiniteError as error:
+        return False, "still not finite", error.report.findings[0]
+    except RuntimeError as error:  # an operator refuses the mix of dtypes
+        return False, str(error).partition("\n")[0][:100], None
+    losses = detect.losses
+    if in_a_row < _VERIFIED_STEPS:
+        return False, "finite, but no parameter changes", None
+    if not all(map(math.isfinite, losses)) or (losses and abs(losses[-1]) > 1 + 100 * abs(losses[0])):
+        return False, "finite, but the loss diverges", None
+    evidence = f"{steps} steps with it are finite"
+    if not snapshot.optimizers:
+        evidence += " (the step has no optimizer)"
+    elif len(losses) > 1:
+        evidence += f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}"
+    return True, evidence, None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ampkit import autocast, debugging
+from ampkit import Policy, Rule, autocast, debugging
 from ampkit.__main__ import main
 from ampkit.debugging.examine import Examination
 from ampkit.debugging.report import Problem
@@ -255,7 +255,12 @@ def test_positions_in_16_bits() -> None:
 # --- in code
 
 
-def test_examine_tries_a_change_and_restores_everything() -> None:
+@pytest.mark.parametrize(
+    ("policy", "start"),
+    [(None, 'Policy.default("cpu")'), (Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32}), "policy")],
+)
+def test_examine_tries_a_change_and_restores_everything(policy: Policy | None, start: str) -> None:
+    """The change keeps a policy of the user's own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     nn.init.constant_(model.get_parameter("0.weight"), 1e4)
@@ -264,7 +269,7 @@ def test_examine_tries_a_change_and_restores_everything() -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        with autocast("cpu", dtype=F16):
+        with autocast("cpu", dtype=F16, policy=policy):
             loss = model(torch.full((2, 4), 100.0)).float().mean()
         loss.backward()
         optimizer.step()
@@ -275,7 +280,7 @@ def test_examine_tries_a_change_and_restores_everything() -> None:
     assert (first.grade, first.module, first.kind) == ("wrong", "0", "overflow")
     assert first.suggestion is not None
     assert first.suggestion.verified
-    assert "for_modules" in first.suggestion.code
+    assert first.suggestion.code.startswith(f'policy = {start}.for_modules(model, {{"0": torch.float32')
     assert all(map(torch.equal, before, model.parameters()))
 
 
