@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import GradScaler, WeightCache, autocast, debugging
+from ampkit import GradScaler, Policy, Rule, WeightCache, autocast, debugging
 from ampkit.debugging.report import NonFiniteReport
 from tests.debugging.models import Middle
 from tests.debugging.planted import loss_of, region
@@ -57,6 +57,19 @@ def test_five_lines() -> None:
     exact = model.get_parameter("1.weight").detach().half().double() @ model[0](EIGHTS[:1]).detach().half().double().T
     assert finding.cause.value == pytest.approx(float(exact.abs().max()), rel=0.02)
     assert finding.cause.limit == 65504
+
+
+def test_an_advised_change_keeps_a_policy_of_the_users_own() -> None:
+    model, policy = overflowing(), Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32})
+
+    def step() -> None:
+        with autocast("cpu", torch.float16, policy=policy):
+            loss = model(EIGHTS).float().mean()
+        loss.backward()
+
+    suggestion = recorded(step, model).findings[0].suggestion
+    assert suggestion is not None
+    assert suggestion.code == 'policy = policy.for_modules(model, {"1": torch.float32})'
 
 
 def test_find_nonfinite_verifies_a_change_of_two_rules() -> None:
