@@ -51,6 +51,7 @@ class Cause:
 CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
 RECEIVED = Cause("received", "received from another rank: this rank sent finite values")
 UNINITIALIZED = Cause("uninitialized", "memory was read before anything was written to it")
+WITH_THE_DATA = "no parameter took part in it: it arrived with the data"
 PASSED_ON = Cause("passed on", "its inputs are broken")
 SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipped")
 

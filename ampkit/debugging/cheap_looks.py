@@ -325,6 +325,8 @@ class Roundings:
         self._seen: set[Site] = set()
         self._calls: dict[Site, int] = {}
         self._rounded: StorageMap[tuple[int, str]] = StorageMap()  # by cast: the storage of its source, the dtype
+        self._in_backward: dict[Site, list[float]] = {}  # errors of the user's casts in backward, by 2-norm
+        self._lines: dict[Site, Operation] = {}
 
     def operator_ran(
         self,
@@ -337,6 +339,8 @@ class Roundings:
         ranges: list[tuple[float, float]],
     ) -> Problem | None:
         """Look at an operator; returns a problem if it rounds away what it is given."""
+        if call.phase == "backward" and not call.caller.outside and call.facts.name == "aten::_to_copy" and outputs:
+            self._cast_in_backward(call, args[0], outputs[0])
         if call.phase != "forward" or not outputs:
             return None
         output, base = outputs[0], base_name(call)
@@ -351,6 +355,42 @@ class Roundings:
             if found is not None:
                 return found
         return self._integers(call, base, output) if base in ("arange", "_to_copy") else None
+
+    def _cast_in_backward(self, call: OperatorCall, source: Tensor, output: Tensor) -> None:
+        """Note what a cast in a hook, or in a custom function's backward, changes."""
+        if output.dtype not in SIXTEEN_BIT or source.dtype in SIXTEEN_BIT or call.caller.code is None:
+            return
+        site = (id(call.caller.code), call.caller.instruction)
+        errors = self._in_backward.setdefault(site, [])
+        exact = source.detach().double()
+        size = float(exact.norm())
+        if size and math.isfinite(size):
+            error = float((output.detach().double() - exact).norm()) / size
+            errors.append(error)
+            if error >= max(errors):
+                self._lines[site] = Operation(**self._observer._operation_fields(call), dtype=dtype_name(output.dtype))
+
+    def problems(self) -> list[Problem]:
+        """The casts in backward that lose much of many gradients; a single one may be nothing but rounding itself."""
+        found = []
+        for site, errors in self._in_backward.items():
+            bad = [error for error in errors if _LOST_SHARE < error <= 1]
+            if len(bad) >= _MIN_CALLS and 3 * len(bad) > len(errors):
+                dtype = self._lines[site].dtype
+                found.append(
+                    Problem.at(
+                        self._lines[site],
+                        grade="lost",
+                        look="rounded",
+                        kind="underflow",
+                        what=f"gradients lose up to {max(bad):.0%} by a cast to {dtype} in a hook",
+                        why=f"they underflow: they are below the smallest numbers of {dtype}, in {len(bad)} of "
+                        f"{len(errors)} casts",
+                        suggestion=Suggestion("leave out the cast: keep gradients in float32 in the hook"),
+                        last=self._observer.step,
+                    )
+                )
+        return found
 
     def _note_cast(self, source: Tensor, output: Tensor) -> None:
         """Remember which tensor a cast has its values from."""
@@ -581,7 +621,11 @@ class Gradients:
                 kind="underflow",
                 what=f"the gradient of {self._observer._name_of(p) or 'a parameter'} is 0 {steps}",
                 why=f"rounding to {zeros.operation.dtype} makes all of it 0",
-                suggestion=Suggestion("scale the loss: ampkit.GradScaler, or compute this in float32"),
+                suggestion=Suggestion(
+                    "keep these numbers above 1e-38, where bfloat16 ends: another scale, or products in another order"
+                    if zeros.operation.dtype == "bfloat16"  # the range of float32
+                    else "scale the loss: ampkit.GradScaler, or compute this in float32"
+                ),
             )
             if not any((problem.file, problem.line, problem.op) == (p.file, p.line, p.op) for p in problems):
                 problems.append(problem)
@@ -608,7 +652,7 @@ class Gradients:
         if lost > 0.2:
             problems.append(
                 Problem(
-                    "lost" if lost > 0.3 else "note",
+                    "lost" if lost > 0.3 or shares[most] > 0.5 else "note",
                     "updates",
                     "lost update",
                     f"{lost:.0%} of the optimizer's updates of weights in 16 bits are rounded away",

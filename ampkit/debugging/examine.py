@@ -106,7 +106,8 @@ class Examination(detect_nonfinite):
         if isinstance(raised[1], BaseException) and not isinstance(raised[1], Exception):
             self._complete = False
             self._step_ended()  # interrupted: what is known so far
-        for problem in (*self._sums.problems(), *self._gradients.problems(), *self._skipped_steps()):
+        looks = (*self._sums.problems(), *self._roundings.problems(), *self._gradients.problems())
+        for problem in (*looks, *self._skipped_steps()):
             problem.last = max(problem.last, self.step - 1)
             self.report.add_problem(problem)
 
@@ -258,8 +259,7 @@ class Examination(detect_nonfinite):
         finding = event.finding
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
         if finding.cause.kind == "overflow" and call.phase == "forward" and not computed:
-            text = f"{finding.cause.text}; no parameter took part in it: it arrived with the data"
-            finding.cause = replace(finding.cause, text=text)
+            finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {causes.WITH_THE_DATA}")
 
     def _name_data(self, finding: Finding, tensor: Tensor) -> None:
         """Say where in the data a broken value is."""

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.report import Grade, LoopFinding, LoopReport
 from ampkit.region.autocast import autocast
+from ampkit.torch_internals.operator_tracing import without_dispatch
 from ampkit.torch_internals.operators import current_device_type
 
 # Loops of ampkit's own, which call the scaler in orders that are right for them.
@@ -70,7 +71,7 @@ class check_loop:
     It finds the following, each with its line and the change:
 
     - gradients that are clipped, or whose norm is read, while they are scaled;
-    - an optimizer that steps with scaled gradients;
+    - an optimizer that steps with scaled gradients, or past the scaler with gradients that are inf or NaN;
     - `update` that is missing or called twice, `unscale_` that is called twice;
     - gradients that are unscaled although the loss was not scaled;
     - a call that raises an exception which is suppressed;
@@ -85,7 +86,7 @@ class check_loop:
     earlier is watched too, except for `torch.nn.utils.clip_grad_value_`.
 
     Synchronizes with the device once per step where gradients may be zero, and once in float16 without a scaler; each
-    time it reads a few numbers.
+    time it reads a few numbers. Where an optimizer steps past the scaler, it reads a flag of each gradient.
 
     Entering returns a `LoopReport`, which is truthy if something was found, and prints as text.
 
@@ -364,6 +365,11 @@ class check_loop:
             self._add(
                 "the optimizer steps with scaled gradients", "scaler.step(optimizer) in place of optimizer.step()"
             )
+        if state.unscaled and not self._in_scaler_step and not _is_finite(optimizer):
+            self._add(
+                "the optimizer steps although unscale_ found inf or NaN in the gradients",
+                "scaler.step(optimizer) in place of optimizer.step(): it skips such steps",
+            )
         if not state.cleared and state.backwards and not closure:
             self._add(
                 "gradients of the step before are still there: zero_grad is missing",
@@ -466,6 +472,13 @@ class check_loop:
 def _has_nonzero(gradient: Tensor) -> bool:
     """Whether a gradient has an element other than 0; False for sparse ones and subclasses, where it is unknown."""
     return type(gradient) is Tensor and gradient.layout is torch.strided and bool(gradient.any())
+
+
+def _is_finite(optimizer: Optimizer) -> bool:
+    """Whether all gradients that an optimizer is about to use are finite, as far as they can be read."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    with without_dispatch():
+        return all(bool(g.isfinite().all()) for g in gradients if type(g) is Tensor and g.layout is torch.strided)
 
 
 def _largest(parameters: list[Tensor]) -> Tensor | None:

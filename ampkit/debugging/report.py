@@ -374,15 +374,22 @@ class ExaminationReport(NonFiniteReport):
     losses: list[float] = field(default_factory=list)  # unscaled, one for each call of backward
 
     def ranked(self) -> list[Problem]:
-        """Return all problems: by grade, differences to float32 after what explains them, then by step."""
+        """Return all problems: causes before what follows from them, then by grade and step.
+
+        Mistakes of the loop and changes that removed the symptom come first: the run with such a change had no alarm
+        left. Differences to float32 come after what explains them.
+        """
         places = {(each.origin.file, each.origin.line): each for each in reversed(self.findings)}
         findings = [each for each in self.findings if places[each.origin.file, each.origin.line] is each]
         problems = [*map(Problem.of_loop, self.loop), *map(Problem.of_finding, findings), *self.problems]
         for problem in problems:
             problem.suggestion = self.suggestions.get(problem.key, problem.suggestion)
 
-        def order(problem: Problem) -> tuple[int, bool, int]:
-            return list(_GRADES).index(problem.grade), problem.look == "precision", problem.step
+        def order(problem: Problem) -> tuple[int, int, bool, int]:
+            grade = list(_GRADES).index(problem.grade)
+            verified = problem.suggestion is not None and problem.suggestion.verified
+            certain = 0 if problem.look == "loop" and grade == 0 else 1 if verified and grade < 2 else 2
+            return certain, grade, problem.look == "precision", problem.step
 
         return sorted(problems, key=order)
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ampkit import Policy, Rule, autocast, debugging
 from ampkit.__main__ import main
 from ampkit.debugging.examine import Examination
-from ampkit.debugging.report import Problem
+from ampkit.debugging.report import LoopFinding, Problem, Suggestion
 from tests.debugging.models import mlp
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -184,6 +184,8 @@ def test_an_outlier_in_the_data() -> None:
     found = problems(run)[0]
     assert "no parameter took part in it: it arrived with the data" in found.why
     assert "in row 1 of 2" in found.why
+    assert found.suggestion is not None
+    assert "rows of the data" in found.suggestion.code
 
 
 # --- gradients, updates, rounding
@@ -250,6 +252,33 @@ def test_positions_in_16_bits() -> None:
     found = only(lambda: torch.arange(600, dtype=B16) / 600)  # positions
     assert (found.grade, found.line) == ("lost", line_of("positions"))
     assert problems(lambda: torch.arange(256, dtype=B16)) == []
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0])
+def test_a_cast_in_a_hook(factor: float) -> None:
+    """It loses what float16 cannot hold; what it only rounds is no finding."""
+    torch.manual_seed(0)
+    model = mlp(8, 8, 1)
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: (gradient * factor).half().float() / factor)  # hook
+    found = problems(trained(model, lambda: model(torch.ones(2, 8)).square().mean()))
+    if factor == 1:
+        assert not found
+    else:
+        assert (found[0].grade, found[0].kind, found[0].line) == ("lost", "underflow", line_of("hook"))
+
+
+def test_the_rank_of_problems() -> None:
+    """Mistakes of the loop, then verified changes, then by grade and step."""
+    report = debugging.examine(lambda: None, nn.Linear(1, 1), steps=0)
+    verified = Suggestion("x.float()", "change", True)
+    report.loop = [LoopFinding("loop note", "f", 1, "", 0, 0, "note"), LoopFinding("loop", "f", 2, "", 9, 9)]
+    report.problems = [
+        Problem("wrong", "nonfinite", "overflow", "late", step=5),
+        Problem("lost", "absorbed", "absorbed", "cured", step=6, suggestion=verified),
+        Problem("wrong", "nonfinite", "overflow", "early", step=2),
+    ]
+    assert [each.what for each in report.ranked()] == ["loop", "cured", "early", "late", "loop note"]
 
 
 # --- in code

@@ -220,3 +220,24 @@ def test_each_optimizer_and_scaler_counts_for_itself() -> None:
     assert ["clipped" in finding.what for finding in report.loop] == [True, False]
     assert report.loop[1].what.startswith("update is not called after step")
     assert report.iterations == 3
+
+
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_a_step_past_the_scaler(cls: Any) -> None:
+    """After `unscale_`, `optimizer.step()` is right until a gradient overflows."""
+    model, optimizer, scaler = parts(cls=cls)
+
+    def step(factor: float) -> LoopReport:
+        with check_loop() as report:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, torch.randn(4, 8)) * factor).backward()
+            scaler.unscale_(optimizer)
+            optimizer.step()
+            scaler.update()
+        return report
+
+    assert step(1.0).status == "clean"
+    (finding,) = step(torch.inf).loop
+    assert finding.what.startswith("the optimizer steps although unscale_ found inf")
+    assert "optimizer.step()" in linecache.getline(finding.file, finding.line)
+    assert finding.change.startswith("scaler.step(optimizer)")
