@@ -263,7 +263,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if not finding.skipped:
             # What is undefined is no matter of precision, as long as no call is known that rounded its operands.
             undefined = finding.cause.kind in ("undefined", "from inf")
-            undefined |= finding.cause.text.endswith(causes.WITH_THE_DATA)  # a change is tried, not proposed
+            undefined |= finding.cause.text.endswith(causes.WITH_THE_DATA)
             modules = self.modules
             changes = () if undefined else changes_for(finding, modules.region, modules.model, modules.policy)
             finding.suggestion = suggestion(changes, advice(finding))

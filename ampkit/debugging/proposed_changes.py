@@ -295,7 +295,7 @@ def advice(finding: Finding) -> Suggestion:
         code, evidence = _ADVICE[cause.kind]
         return Suggestion(code, evidence=evidence)
     if cause.text.endswith(WITH_THE_DATA):
-        code = "look at these rows of the data: filter, clip or normalize them before the cast"
+        code = "look at these rows of the data: filter or normalize them, or keep them in float32 if they are right"
         return Suggestion(code, evidence="the value does not fit the dtype")
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
         return Suggestion(
