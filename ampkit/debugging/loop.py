@@ -365,7 +365,8 @@ class check_loop:
             self._add(
                 "the optimizer steps with scaled gradients", "scaler.step(optimizer) in place of optimizer.step()"
             )
-        if state.unscaled and not self._in_scaler_step and not _is_finite(optimizer):
+        past_scaler = state.unscaled and state.scaler.is_enabled() and not self._in_scaler_step
+        if past_scaler and not _is_finite(optimizer):
             self._add(
                 "the optimizer steps although unscale_ found inf or NaN in the gradients",
                 "scaler.step(optimizer) in place of optimizer.step(): it skips such steps",

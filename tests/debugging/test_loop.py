@@ -224,10 +224,10 @@ def test_each_optimizer_and_scaler_counts_for_itself() -> None:
 
 @pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
 def test_a_step_past_the_scaler(cls: Any) -> None:
-    """After `unscale_`, `optimizer.step()` is right until a gradient overflows."""
-    model, optimizer, scaler = parts(cls=cls)
+    """After `unscale_`, `optimizer.step()` is right until a gradient overflows. A disabled scaler checks nothing."""
+    model, optimizer, used = parts(cls=cls)
 
-    def step(factor: float) -> LoopReport:
+    def step(factor: float, scaler: Any = used) -> LoopReport:
         with check_loop() as report:
             optimizer.zero_grad()
             scaler.scale(loss_of(model, torch.randn(4, 8)) * factor).backward()
@@ -241,3 +241,4 @@ def test_a_step_past_the_scaler(cls: Any) -> None:
     assert finding.what.startswith("the optimizer steps although unscale_ found inf")
     assert "optimizer.step()" in linecache.getline(finding.file, finding.line)
     assert finding.change.startswith("scaler.step(optimizer)")
+    assert step(torch.inf, cls("cpu", enabled=False)).status == "clean"
