@@ -207,10 +207,13 @@ def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: S
 
 
 def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
-    """The rows of a softmax that are masked completely, in words; "" for other operators."""
+    """The rows of a softmax that are -inf throughout, or that have +inf, in words; "" for other operators."""
     if facts.name not in ("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax") or args[0].ndim == 0:
         return ""
     rows = (args[0] == -math.inf).all(args[1])
+    if not bool(rows.any()):
+        above = int((args[0] == math.inf).any(args[1]).sum())
+        return f"{above} of {rows.numel()} rows have +inf: their elements overflowed before" if above else ""
     return f"{int(rows.sum())} of {rows.numel()} rows are -inf throughout: the mask leaves no element"
 
 

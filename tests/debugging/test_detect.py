@@ -266,3 +266,13 @@ def test_a_cause_leaves_random_numbers_alone() -> None:
     torch.native_dropout(x, 0.5, True)
     assert torch.equal(after, torch.get_rng_state())
     assert report.findings[0].origin.op == "aten::native_dropout"
+
+
+def test_a_softmax_of_inf_beside_a_mask() -> None:
+    """The rows with +inf are the cause, not the mask, which leaves elements in each row."""
+    scores = torch.zeros(2, 4, requires_grad=True)
+    large = torch.tensor([[torch.inf, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    with detect_nonfinite(on_found="record") as report:
+        masked = (scores + 2.0).masked_fill(torch.tensor([False, False, False, True]), -torch.inf)
+        (masked + large).softmax(-1).sum().backward()
+    assert report.findings[0].cause.text.startswith("1 of 2 rows have +inf")
