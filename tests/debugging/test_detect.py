@@ -271,8 +271,8 @@ def test_a_cause_leaves_random_numbers_alone() -> None:
 def test_a_softmax_of_inf_beside_a_mask() -> None:
     """The rows with +inf are the cause, not the mask, which leaves elements in each row."""
     scores = torch.zeros(2, 4, requires_grad=True)
-    large = torch.tensor([[torch.inf, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    with detect_nonfinite(on_found="record") as report:
+    with debugging.detect_nonfinite(on_found="record") as report:
+        large = torch.tensor([[torch.inf, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
         masked = (scores + 2.0).masked_fill(torch.tensor([False, False, False, True]), -torch.inf)
         (masked + large).softmax(-1).sum().backward()
-    assert report.findings[0].cause.text.startswith("1 of 2 rows have +inf")
+    assert "1 of 2 rows have +inf" in str(report)
