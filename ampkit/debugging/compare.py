@@ -126,9 +126,8 @@ def compare_runs(first: str | Path, second: str | Path, *, other_data: bool = Fa
             (call["norm"] / call["scale"] for pair in pairs for call in pair if _is_backward(call)), default=0.0
         )
         for index, (one, other) in enumerate(pairs):
-            if _is_backward(one) and (
-                skipped or max(one["norm"] / one["scale"], other["norm"]) < _NEGLIGIBLE * largest
-            ):
+            unscaled = max(one["norm"] / one["scale"], other["norm"] / other["scale"])
+            if _is_backward(one) and (skipped or unscaled < _NEGLIGIBLE * largest):
                 continue
             random |= one["random"] and one["norm"] != other["norm"]
             units = next(units for numel, units in _UNITS if one["numel"] >= numel)

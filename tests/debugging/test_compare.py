@@ -96,6 +96,20 @@ def test_a_difference_in_backward(tmp_path: Path) -> None:
     assert (first.first["op"], first.first["phase"], first.first["module"]) == ("aten::tanh_backward", "backward", "1")
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_negligible_gradient_is_passed_over_whichever_run_is_scaled(swapped: bool, tmp_path: Path) -> None:
+    def branch(factor: float) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            small = x * 1.0
+            small.register_hook(lambda gradient: gradient * factor)
+            return x.tanh() + small * 1e-4
+
+        return function
+
+    runs = twice(tmp_path, branch(1.0), branch(1.5), F16)
+    assert compare_runs(*(reversed(runs) if swapped else runs)).differences == []
+
+
 def test_other_parameters_and_other_data_are_named(tmp_path: Path) -> None:
     runs = []
     for weight, value in ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0)):
