@@ -259,6 +259,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if cause.kind != "arrived":
             finding.parameter = symptom.finding.parameter
         finding.symptom, finding.step, finding.scale = _symptom(symptom), self.step, self.scale
+        finding.unused = not (symptom.shows or symptom.scalar) and symptom.phase not in ("backward", "scaler")
         finding.skipped = origin.only_gradients and _is_cured_by_scaler(finding)
         if not finding.skipped:
             # What is undefined is no matter of precision, as long as no call is known that rounded its operands.

@@ -170,6 +170,7 @@ class Finding:
     made: Operation | None = None  # the operator that computed the 0 or inf that the origin cannot take
     makers: tuple[Operation, ...] = ()  # all that rounded such a value, by their share
     last: int = 0  # the last step in which it was found
+    unused: bool = False  # no loss, gradient, parameter or number that the program reads depends on it
 
     def __str__(self) -> str:
         shown = list(self.inputs[:3])
@@ -244,6 +245,7 @@ class NonFiniteReport(Report):
         for earlier in findings:
             if earlier.is_like(finding) or (finding.cause.kind == "arrived" and self.findings):
                 earlier.times, earlier.last = earlier.times + 1, finding.step
+                earlier.unused = earlier.unused and finding.unused
                 return False
         finding.last = finding.step
         findings.append(finding)
@@ -286,11 +288,12 @@ class Problem:
     def of_finding(cls, finding: Finding) -> Problem:
         """Return the problem of inf or NaN."""
         data = finding.cause.kind == "arrived" and not finding.parameter
+        is_harmless = finding.unused and finding.cause.kind == "undefined"  # NeRF's disparity where no ray hits is 0/0
         elements = f"; {finding.elements}" if finding.elements else ""
         inputs = "; inputs " + ", ".join(finding.inputs[:3]) if finding.inputs else ""
         return cls.at(
             finding.origin,
-            grade="wrong",
+            grade="note" if is_harmless else "wrong",
             look="data" if data else "nonfinite",
             kind=finding.cause.kind,
             what=finding.symptom,

@@ -38,6 +38,22 @@ def only(run: Callable[[], Any], model: nn.Module | None = None) -> Problem:
     return found[0]
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_true_nan_that_nothing_uses_is_worth_knowing(reads: bool) -> None:
+    """As the disparity of rays that hit nothing in NeRF, which is 0/0 in float32 and reaches no loss."""
+
+    def run() -> None:
+        model, batch = nn.Linear(4, 4), torch.randn(3, 4)
+        weights = torch.zeros(3)
+        with torch.autocast("cpu", B16):
+            result = model(batch)
+        ratio = weights / weights
+        loss = result.float().square().mean() + (ratio.sum() if reads else 0.0)
+        loss.backward()
+
+    assert only(run).grade == ("wrong" if reads else "note")
+
+
 # --- sums
 
 
