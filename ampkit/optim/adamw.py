@@ -164,14 +164,15 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         written, fused, foreach = columns[0], group["fused"], group["foreach"]
         parts = [(columns, fused)]
         if on_host:
-            if not set(map(type, written)) <= ORDINARY and not is_compiling():
+            are_ordinary = set(map(type, written)) <= ORDINARY
+            if not are_ordinary and not is_compiling():
                 grads = list(map(local_gradient, written, columns[1]))
                 where, moments = placements_of(written), list(filter(None, columns[2:-1]))
                 if all(placements_of(column) == where for column in moments):  # else torch redistributes
                     # Each of torch's operations would be dispatched on a DTensor.
                     columns = [grads if i == 1 else local_tensors(column) for i, column in enumerate(columns)]
             is_default = fused is None and foreach is None and not group["capturable"]
-            if fused or (is_default and _are_torchs(columns[0])):
+            if fused or (is_default and (are_ordinary or _are_torchs(columns[0]))):
                 parts = _fused_parts(columns)
         for (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps), fused in parts:
             scale = scalars.grad_scale if fused and on_host and scalars.grad_multiplier is None else None
@@ -201,8 +202,6 @@ class AdamW(DeviceStep, torch.optim.AdamW):
 
 def _are_torchs(params: Sequence[Tensor]) -> bool:
     """Whether all types are torch's own: other subclasses, as of quantized weights, need not have a fused step."""
-    if set(map(type, params)) <= ORDINARY:
-        return True
     where = placements_of(params)
     return all(type(param) in ORDINARY or place is not None for param, place in zip(params, where, strict=True))
 
