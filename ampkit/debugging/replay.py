@@ -26,7 +26,6 @@ from ampkit.torch_internals.operator_tracing import without_dispatch
 
 _MAX_CALLS = 512  # the most calls that are made exact
 _MAX_MAKERS = 4
-_LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
 _JITTER = 1e-12  # relative, of each result: shows which exact values are nothing but float64's rounding
 # Operators whose results are elements of their operands, or the same with another sign.
 _MOVES = re.compile(

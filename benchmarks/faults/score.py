@@ -1,6 +1,6 @@
 """Score a tool on the cases: does its report name place, cause and cure, and is it silent on healthy programs?
 
-Nobody judges. The place of a fault and its reverse are known, because both were made by a transform. A tool is another
+No case needs a judgment: a transform made each fault, so its place and its reverse are known. A tool is another
 process, `python -m ampkit debug` of any checkout, and is judged by the JSON that it writes.
 """
 

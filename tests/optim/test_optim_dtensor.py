@@ -179,7 +179,7 @@ def rounding(rank: int, world: int) -> None:
 
 
 def steps_by_caches(rank: int, world: int) -> None:
-    """Beside an optimizer without caches; in between shards are exchanged, as by FSDP2, and gradients placed anew."""
+    """Beside an optimizer without caches; shards are exchanged in between, as by FSDP2, and placements change."""
     mesh = init_device_mesh("cpu", (world,))
     for cls, options in ((AdamW, {}), (SGD, BFLOAT16)):
         values = torch.randn(8, 8, 8, dtype=torch.bfloat16 if options is BFLOAT16 else torch.float32)
