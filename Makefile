@@ -101,8 +101,8 @@ wheel-check: $(STAMP) ## check by twine what a package index would show of the f
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[release]'
 	@$(BIN)/python -m twine check --strict dist/ampkit-*
 
-wheel-test: $(STAMP) ## install the wheel of dist/ with the oldest and the newest torch and nothing else; train a step
-	@$(BIN)/nox --envdir "$(ENVS)" --session wheel -- dist/ampkit-*.whl
+wheel-test: $(STAMP) ## install the wheel, of dist/ if there is one, with the oldest and the newest torch and nothing else; train a step
+	@$(BIN)/nox --envdir "$(ENVS)" --session wheel -- $(wildcard dist/ampkit-*.whl)
 
 TORCH ?=
 ENVS ?= .nox
