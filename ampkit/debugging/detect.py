@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from ampkit.containers import map_tensors
 from ampkit.debugging import causes
-from ampkit.debugging.nonfinite_origins import Event, Origin, find_origins
+from ampkit.debugging.nonfinite_origins import Event, Origin, broken_kinds, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
@@ -37,6 +37,13 @@ def _is_cured_by_scaler(finding: Finding) -> bool:
     if cause.kind == "overflow" and cause.value is not None and cause.limit is not None:
         return cause.value / scale <= cause.limit
     return cause.kind in ("intermediate", "received", "unknown")
+
+
+def _is_mask(call: OperatorCall, cause: causes.Cause) -> bool:
+    """Whether an inf is a number of the code that the dtype cannot hold, such as the -9e15 of a mask."""
+    if cause.kind != "overflow" or cause.limit is None or any(each.requires_grad for each in call.tensors):
+        return False
+    return any(abs(number) > cause.limit for number in call.numbers)
 
 
 def _symptom(event: Event) -> str:
@@ -259,7 +266,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if cause.kind != "arrived":
             finding.parameter = symptom.finding.parameter
         finding.symptom, finding.step, finding.scale = _symptom(symptom), self.step, self.scale
-        finding.unused = not (symptom.shows or symptom.scalar) and symptom.phase not in ("backward", "scaler")
+        finding.unused = not origin.is_used
         finding.skipped = origin.only_gradients and _is_cured_by_scaler(finding)
         if not finding.skipped:
             # What is undefined is no matter of precision, as long as no call is known that rounded its operands.
@@ -356,18 +363,17 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         finding.elements = causes.broken_elements(outputs)
         arguments = {id(tensor) for tensor in tensors_in(before)}
         inputs = [each for each in inputs if id(each.before) in arguments]
-        nan_in = inf_in = False
+        broken_in: set[str] = set()
         for each in inputs:
             if next(readable([each.before]), None) is None:
                 continue
             low, high = causes.extremes(each.before)
             if not math.isfinite(high - low):
-                if math.isnan(low):
-                    nan_in = True
-                else:
-                    inf_in = True
+                broken_in |= broken_kinds(low, high)
                 event.inputs += self._blamed(each, low, high, call, event.index)
-        if nan_in or (inf_in and "nan" not in event.broken):
+        inf_in = bool(broken_in)
+        is_new = call.phase == "forward" and broken_in == {"-inf"} and "inf" in event.broken  # beside a mask
+        if "nan" in broken_in or (inf_in and "nan" not in event.broken and not is_new):
             return  # passed on
         finding.inputs = tuple(
             causes.described(each.before, "" if each.writers else self._name_of(each.tensor))
@@ -375,7 +381,12 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             if each.before.numel() and not is_opaque(each.before) and each.before.dtype is not torch.bool
         )
         args, kwargs = before
-        finding.cause = causes.find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
+        is_new &= "nan" not in event.broken
+        cause = causes.find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in and not is_new)
+        if is_new and cause.kind not in ("overflow", "intermediate"):
+            return  # passed on with another sign
+        finding.cause = cause
+        event.is_mask = _is_mask(call, cause)
         place = (finding.origin.op, finding.origin.file, finding.origin.line, finding.origin.phase)
         known = self._explained.get(place, 0)
         if self._tape is not None and finding.cause.kind in ("undefined", "from inf") and known < _MAX_EXPLAINED:

@@ -25,12 +25,12 @@ class Event:
     scalar: bool = False
     finding: Any = None  # the `report.Finding` of a broken result
     rounded: Any = None  # the `causes.Cause` if its operands are what rounding made
+    is_mask: bool = False  # a number of the code overflowed, as of a mask: like a constant inf
 
     def note_range(self, low: float, high: float) -> None:
         """Note which non-finite values its result contains, given its smallest and its largest value."""
         if not math.isfinite(high - low):  # the difference of float16 values is finite: these are Python floats
-            contains = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
-            self.broken |= {name for name, present in contains.items() if present}
+            self.broken |= broken_kinds(low, high)
 
     @property
     def kind(self) -> str:
@@ -38,9 +38,25 @@ class Event:
         return self.finding.cause.kind if self.finding is not None else "passed on"
 
     @property
+    def is_used(self) -> bool:
+        """Whether its result is a loss, a gradient, a parameter, or a number."""
+        return bool(self.shows) or self.scalar or self.phase in ("backward", "scaler")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the code asks for its inf."""
+        return self.kind == "constant" or self.is_mask
+
+    @property
     def values(self) -> str:
         """The non-finite values of its result, in words."""
         return " and ".join(name for name in ("nan", "inf", "-inf") if name in self.broken)
+
+
+def broken_kinds(low: float, high: float) -> set[str]:
+    """Which of "nan", "inf" and "-inf" a tensor contains, given its smallest and its largest value."""
+    contains = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
+    return {name for name, present in contains.items() if present}
 
 
 class Origin(NamedTuple):
@@ -50,6 +66,7 @@ class Origin(NamedTuple):
     symptom: Event
     only_gradients: bool  # the values reach no loss, parameter or buffer
     constant: Event | None  # the constant whose inf the event turned into NaN
+    is_used: bool  # a loss, a gradient, a parameter or a number that the program reads depends on the values
 
 
 def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[Origin]:
@@ -69,8 +86,8 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
                 read.add(index)  # a scaler that checks gradients absorbs nothing
     origins: list[Origin] = []
     # A constant is the origin only if it reaches a loss, a gradient or a parameter, and there is no other origin.
-    for event in sorted(broken.values(), key=lambda each: (each.kind == "constant", each.index)):
-        if event.kind in ("passed on", "skipped") or (event.kind == "constant" and origins):
+    for event in sorted(broken.values(), key=lambda each: (each.is_constant, each.index)):
+        if event.kind in ("passed on", "skipped") or (event.is_constant and origins):
             continue
         sources: list[Event] = []
         if event.kind == "from inf":
@@ -83,13 +100,16 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
         symptoms = [
             each
             for each in reached
-            if each.shows or (event.kind != "constant" and _is_unread_symptom(each, read, inf_is_symptom))
+            if each.shows or (not event.is_constant and _is_unread_symptom(each, read, inf_is_symptom))
         ]
         if symptoms:
             only_gradients = all(each.shows in ("", "gradient") for each in reached)
+            scaler = [each for each in reached if each.phase == "scaler"]  # what reads it there is no symptom
+            symptoms = [each for each in symptoms if each.is_used] or scaler or symptoms
             symptom = min(symptoms, key=lambda each: (each.shows != "loss", each.index))
-            constant = next((each for each in sources if each.kind == "constant"), None)
-            origins.append(Origin(event, symptom, only_gradients, constant))
+            constant = next((each for each in sources if each.is_constant), None)
+            is_used = any(each.is_used for each in reached)
+            origins.append(Origin(event, symptom, only_gradients, constant, is_used))
     return origins
 
 
@@ -115,4 +135,4 @@ def _reachable(event: Event, neighbors: Callable[[Event], Iterable[Event]]) -> l
 def _is_constant(event: Event) -> bool:
     """Whether an inf comes from a constant, was passed on, or is a mask that came with the data."""
     is_mask = event.kind == "arrived" and event.broken == {"-inf"}
-    return is_mask or event.kind in ("passed on", "constant", "from inf")
+    return is_mask or event.is_constant or event.kind in ("passed on", "from inf")
