@@ -291,6 +291,9 @@ def advice(finding: Finding) -> Suggestion:
     if cause.kind == "arrived":
         name = repr(finding.parameter) if finding.parameter else "the data"
         return Suggestion(f"look at what wrote {name} before this step", evidence="it is broken before it is used")
+    if cause.kind == "constant" and "nan" in cause.text:
+        code = "check the data for it: filter these rows, or put a number there (torch.nan_to_num) before the model"
+        return Suggestion(code, evidence="the code asks for it")
     if cause.kind in _ADVICE:
         code, evidence = _ADVICE[cause.kind]
         return Suggestion(code, evidence=evidence)
@@ -326,11 +329,20 @@ def advice(finding: Finding) -> Suggestion:
         )
     if cause.kind == "overflow" and not finding.inputs:
         return Suggestion("make these numbers in float32", evidence=f"beyond {origin.dtype}")
+    if cause.kind == "overflow" and cause.value is not None and not why:
+        fits = cause.value <= torch.finfo(torch.float32).max and origin.dtype in ("float16", "bfloat16")
+        code = "make its inputs smaller before this line: normalize, divide or clamp them"
+        if fits:
+            code = "keep the result in float32 until it is small again, or make the inputs of this line smaller"
+        return Suggestion(code, evidence=f"beyond {origin.dtype}")
     evidence = {"overflow": f"beyond {origin.dtype}", "rounded": "another value in float64"}.get(
         cause.kind, "float64 has no finite value for these inputs either"
     )
     if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
-        return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
+        if "has -inf" in cause.text:
+            return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
+        made = f"{finding.made.file}:{finding.made.line}"
+        return Suggestion(f"do not let inf into the input: check or filter what {made} writes", evidence=evidence)
     return Suggestion(general_advice, evidence=evidence)
 
 

@@ -160,6 +160,9 @@ def verify(report: ExaminationReport, region: Region, command: Sequence[str], se
                 return
             runs += 1
             helps, evidence = _run(problem, change, command, seconds)
+            if helps is None:  # it is not known whether the change helps
+                report.unseen.append(f"whether a change helps: {evidence}")
+                break
             if helps:
                 found = Suggestion(change.code, "change", True, f"verified: {evidence}", tuple(tried))
                 report.suggestions[problem.key] = found
@@ -171,8 +174,8 @@ def verify(report: ExaminationReport, region: Region, command: Sequence[str], se
                 report.suggestions[problem.key] = replace(left or Suggestion(""), tried=tuple(tried))
 
 
-def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: float) -> tuple[bool, str]:
-    """Whether the script runs without a problem with a change, and the evidence."""
+def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: float) -> tuple[bool | None, str]:
+    """Whether the script runs without a problem with a change, and the evidence; None where it could not run."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         steps = max(problem.last if problem.finding is None else problem.step, problem.step) + _MORE_STEPS
@@ -201,7 +204,7 @@ def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: flo
             )
             after = json.loads(file.read_text(encoding="utf-8"))
         except (subprocess.TimeoutExpired, OSError, ValueError):
-            return False, "the script did not end with it"
+            return None, f"the script did not end within {seconds:.0f} s, or was killed"
     if after["incomplete"]:
         return False, after["incomplete"]
     if after["steps"] <= problem.step:
