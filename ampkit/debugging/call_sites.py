@@ -89,6 +89,17 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
     return Caller(code, instruction, scaler, scaling, recompute=False, outside=outside)
 
 
+def script_line(depth: int) -> tuple[str, int]:
+    """The file and line of the outermost user frame, from `depth` frames up: the script; ("", 0) without any."""
+    frame, found = sys._getframe(depth), ("", 0)
+    while frame is not None and "runpy" not in frame.f_code.co_filename:  # which `ampkit debug` runs scripts with
+        filename = frame.f_code.co_filename
+        if _files.setdefault(filename, _classify(filename)) == "user":
+            found = relative(filename), frame.f_lineno
+        frame = frame.f_back
+    return found
+
+
 def _classify(filename: str) -> _Kind:
     if filename in _SPECIAL:
         return _SPECIAL[filename]

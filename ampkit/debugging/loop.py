@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.debugging.call_sites import find_caller
+from ampkit.debugging.call_sites import find_caller, script_line
 from ampkit.debugging.report import Grade, LoopFinding, LoopReport
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operator_tracing import without_dispatch
@@ -113,6 +113,7 @@ class check_loop:
         self._raised: tuple[str, str, _Line] | None = None  # the last call that raised: its name, the error, the line
         self.skips = 0  # steps that a scaler skipped
         self._scaled = False  # `scale` was called since the last update
+        self._called_from: dict[_Line, _Line] = {}  # by the line of a call: the line of the script that led to it
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -159,6 +160,12 @@ class check_loop:
         """The optimizers that were called."""
         return list(self._optimizers)
 
+    def _caller(self) -> _Line:
+        """The line of the user's code that calls a wrapped function."""
+        line = find_caller(2).line()
+        self._called_from[line] = script_line(2)
+        return line
+
     def _wrap(self, stack: ExitStack, owner: Any, name: str, watch: Callable[..., Any]) -> None:
         """Have `watch`, a generator, run until its `yield` before a function, and from there after it."""
         inner = vars(owner)[name]
@@ -178,7 +185,7 @@ class check_loop:
                 next(around, None)
                 return result
             except Exception as error:
-                self._raised = name, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}", _caller()
+                self._raised = name, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}", self._caller()
                 raise
             finally:
                 self._depth -= 1
@@ -198,13 +205,16 @@ class check_loop:
             )
 
     def _add(self, what: str, change: str, at: _Line | None = None, *, grade: Grade = "wrong") -> None:
-        file, line = at or _caller()
+        file, line = at or self._caller()
         now = self.report.iterations
         for finding in self.report.loop:
             if (finding.what, finding.file, finding.line) == (what, file, line):
                 finding.last = now
                 return
-        self.report.loop.append(LoopFinding(what, file, line, change, now, now, grade))
+        called_from = self._called_from.get((file, line), ("", 0))
+        if called_from[0] == file:
+            called_from = ("", 0)
+        self.report.loop.append(LoopFinding(what, file, line, change, now, now, grade, called_from))
 
     # --- the scaler
 
@@ -253,7 +263,7 @@ class check_loop:
                 state.stepped_at,
             )
         self._check_scaled(scaler, state)
-        state.scaler, state.stepped_at, state.scaled = scaler, _caller(), False
+        state.scaler, state.stepped_at, state.scaled = scaler, self._caller(), False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
             yield
@@ -302,7 +312,7 @@ class check_loop:
                 self._casts.clear()
                 _note_casts(loss, self._casts, hooks)
             yield
-        line = _caller()
+        line = self._caller()
         for state in (*self._optimizers.values(), self._unseen):
             if state is self._unseen or state.versions != state.gradient_versions():
                 state.scaled, state.zeroed_at = scaled, None
@@ -319,7 +329,7 @@ class check_loop:
             self._check_cleared(state)
             if state.backwards and all(p.grad is None for p in state.parameters):
                 state.backwards.clear()
-                state.zeroed_at = _caller()
+                state.zeroed_at = self._caller()
 
     def _check_cleared(self, state: _OptimizerState) -> None:
         """Note whether the gradients of the last step were cleared: the first is None, another tensor, or zero."""
@@ -344,7 +354,7 @@ class check_loop:
             )
         if clips:
             for state in followed:
-                state.clips[_caller()] = state.clips.get(_caller(), 0) + 1
+                state.clips[self._caller()] = state.clips.get(self._caller(), 0) + 1
         yield
 
     # --- optimizers, schedulers, regions
@@ -458,7 +468,7 @@ class check_loop:
         yield
 
     def _region(self, region: Any) -> Iterator[None]:
-        line = _caller()
+        line = self._caller()
         yield
         self.regions.append(line)
         for device in {"cpu", current_device_type()}:
@@ -523,10 +533,6 @@ def _with_subclasses(cls: type) -> list[type]:
 
 def _most_frequent(calls: dict[_Line, int]) -> _Line:
     return max(calls, key=calls.__getitem__)
-
-
-def _caller() -> _Line:
-    return find_caller(2).line()
 
 
 def _is_divided(loss: Tensor, scaled: bool) -> bool:

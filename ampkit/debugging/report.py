@@ -37,10 +37,12 @@ class LoopFinding:
     first: int  # iteration: the number of optimizer steps before it, skipped steps included
     last: int
     grade: Grade = "wrong"
+    called_from: tuple[str, int] = ("", 0)  # file and line of the script that led there, if it is another file
 
     def __str__(self) -> str:
         when = f"iteration {self.first}" if self.first == self.last else f"iterations {self.first} to {self.last}"
-        return f"{self.what}, in {when}\n  line      {self.file}:{self.line}\n  change    {self.change}"
+        line = f"{self.file}:{self.line}{_called_from(self.called_from)}"
+        return f"{self.what}, in {when}\n  line      {line}\n  change    {self.change}"
 
 
 @dataclass(kw_only=True)
@@ -277,6 +279,7 @@ class Problem:
     times: int = 1
     finding: Finding | None = None  # of inf and NaN
     made: Operation | None = None  # the operator that computed the value that is the cause
+    called_from: tuple[str, int] = ("", 0)  # file and line of the script that led to the line, if known
 
     @classmethod
     def at(cls, operation: Operation, **fields: Any) -> Problem:
@@ -319,6 +322,7 @@ class Problem:
             suggestion=Suggestion(mistake.change, "advice"),
             step=mistake.first,
             last=mistake.last,
+            called_from=mistake.called_from,
         )
 
     @property
@@ -334,7 +338,8 @@ class Problem:
     def place(self) -> str:
         """Return the file and the line, the module, and the operator, as far as they are known."""
         op = self.op.removeprefix("aten::") + (" in backward" if self.phase == "backward" else "")
-        return ", ".join(part for part in (f"{self.file}:{self.line}" if self.file else "", self.module, op) if part)
+        line = f"{self.file}:{self.line}{_called_from(self.called_from)}" if self.file else ""
+        return ", ".join(part for part in (line, self.module, op) if part)
 
     def __str__(self) -> str:
         when = f"step {self.step}" if self.last <= self.step else f"steps {self.step} to {self.last}"
@@ -713,6 +718,10 @@ class PrecisionReport(Report):
 def _worst(calls: Iterable[OperatorError], by: Callable[[OperatorError], float]) -> OperatorError | None:
     worst = max(calls, key=by, default=None)
     return worst if worst is not None and by(worst) > 0 else None
+
+
+def _called_from(line: tuple[str, int]) -> str:
+    return f" (called from {line[0]}:{line[1]})" if line[0] else ""
 
 
 def _counted(count: int, noun: str) -> str:

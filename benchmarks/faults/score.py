@@ -30,7 +30,7 @@ class Claim:
     """One finding of a report: where, what, why, what to change."""
 
     grade: str  # "wrong" and "lost" are alarms, "note" is none
-    places: list[tuple[str, int]]  # the place, then who computed what it cannot take
+    places: list[tuple[str, int]]  # the place, then who computed what it cannot take or called it
     operators: list[str]
     text: str
     cure: str
@@ -158,6 +158,7 @@ def examine(case: Case, folder: Path, server: Server) -> tuple[list[list[Claim]]
 def _claim(finding: dict[str, Any]) -> Claim:
     made = finding.get("made") or {}
     places = [(finding["file"], finding["line"])] + ([(made["file"], made["line"])] if made else [])
+    places += [(file, line) for file, line in [finding.get("called_from") or ("", 0)] if file]
     operators = [finding.get("op", ""), made.get("op", ""), finding.get("backward_of", "")]
     return Claim(
         finding["grade"],
