@@ -11,12 +11,14 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -132,6 +134,7 @@ class ModuleCalls:
         self._roots: dict[int, Module] = {}
         self.region: Literal["ampkit", "torch", "none"] = "none"  # the kind of region that modules ran in
         self.policy: Policy | None = None  # of the first of these regions, if it was given one
+        self.inputs: list[weakref.ref[Tensor]] = []  # of the outermost module that ran last
         self._device_types = {"cpu", current_device_type()}
 
     @contextmanager
@@ -165,6 +168,8 @@ class ModuleCalls:
         if self.region != "ampkit":
             self._note_region()
         stack = self._running.stack
+        if not stack:
+            self.inputs = [weakref.ref(each) for each in args if isinstance(each, Tensor) and not each.requires_grad]
         root = self.model if self.model is not None else (stack[0][0] if stack else module)
         self._roots[id(root)] = root
         number = 0

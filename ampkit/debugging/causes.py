@@ -18,6 +18,7 @@ from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, 
 from ampkit.dtypes import dtype_name
 from ampkit.torch_internals.operator_tracing import OpOverload
 
+_OUTLIER = 1e6  # times the median: values of data that are no matter of precision
 _BELOW_FLOAT64 = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
 
 
@@ -51,7 +52,7 @@ class Cause:
 CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
 RECEIVED = Cause("received", "received from another rank: this rank sent finite values")
 UNINITIALIZED = Cause("uninitialized", "memory was read before anything was written to it")
-WITH_THE_DATA = "no parameter took part in it: it arrived with the data"
+WITH_THE_DATA = "it arrived with the data"  # the end of a text
 PASSED_ON = Cause("passed on", "its inputs are broken")
 SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipped")
 
@@ -119,6 +120,23 @@ def broken_positions(tensor: Tensor) -> str:
         found = mask.nonzero().flatten().tolist()
         if 0 < len(found) < min(4, mask.numel() + 1):
             text += f", {name}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {mask.numel()}"
+    return text
+
+
+def outlier(tensor: Tensor) -> str:
+    """The rows of an input that have values a million times larger than its median, in words; "" without any."""
+    values = tensor.detach().abs().double()
+    values = torch.where(torch.isfinite(values), values, 0.0)
+    some = values[values > 0]
+    if not some.numel():
+        return ""
+    median, largest = float(some.median()), float(some.max())
+    if largest < 1e4 or largest < _OUTLIER * median:
+        return ""
+    text = f"the input has {largest:.3g}, and {median:.3g} in the median"
+    if values.ndim > 1:
+        rows = (values.reshape(values.shape[0], -1).amax(1) > _OUTLIER * median).nonzero().flatten().tolist()
+        text += f", in row {', '.join(map(str, rows[:3]))} of {values.shape[0]}"
     return text
 
 

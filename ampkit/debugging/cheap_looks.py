@@ -436,22 +436,23 @@ class Roundings:
         """Look at elements that are 0 where the exact result is not."""
         low, high = extremes
         smallest, largest = torch.finfo(output.dtype).tiny, max(-low, high)
-        if 0 < largest < smallest:
-            return self._subnormal(call, output, largest, smallest)
-        if not low <= 0 <= high or (output.dtype is torch.bfloat16 and low != high):
+        is_subnormal = 0 < largest < smallest
+        if not is_subnormal and (not low <= 0 <= high or (output.dtype is torch.bfloat16 and low != high)):
             return None
         site = (id(call.caller.code), call.caller.instruction)
         calls = self._calls[site] = self._calls.get(site, 0) + 1
         if calls > _LOOKS and calls % 64:
             return None
         zeros = output == 0
-        if not bool(zeros.any()):
+        if not is_subnormal and not bool(zeros.any()):
             return None
         changed = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
         try:
             exact = run_in_float64(func, call.facts, *changed)[0]
         except Exception:  # operators without float64 raise many kinds of errors
             return None
+        if is_subnormal:
+            return self._subnormal(call, output, float((output.double() - exact).norm() / exact.norm()), largest)
         wanted = int((exact != 0).sum())
         lost = int((zeros & (exact != 0)).sum())
         if not wanted or lost < 0.5 * wanted or wanted < 2:
@@ -469,16 +470,17 @@ class Roundings:
             step=self._observer.step,
         )
 
-    def _subnormal(self, call: OperatorCall, output: Tensor, largest: float, smallest: float) -> Problem:
-        """A result of which every element is too small for all digits of its dtype."""
-        name = dtype_name(output.dtype)
+    def _subnormal(self, call: OperatorCall, output: Tensor, error: float, largest: float) -> Problem:
+        """A result of which every element is too small for all digits of its dtype; `error` is a share of its norm."""
+        name, smallest = dtype_name(output.dtype), torch.finfo(output.dtype).tiny
         return Problem.at(
             Operation(**self._observer._operation_fields(call)),
-            grade="lost" if output.dtype is torch.bfloat16 and output.numel() > 1 else "note",
+            grade="lost" if error > _LOST_SHARE else "note",
             look="rounded",
             kind="underflow",
             what=f"a result is too small for {name}",
-            why=f"it underflows: its largest magnitude is {largest:.3g}, and below {smallest:.3g} {name} loses digits",
+            why=f"it underflows: its largest magnitude is {largest:.3g}, below {smallest:.3g} {name} loses digits, and "
+            f"the result is {error:.0%} off",
             suggestion=Suggestion("compute this line in float32, or scale by less"),
             step=self._observer.step,
         )

@@ -21,23 +21,36 @@ from torch.nn import Module
 
 from ampkit.debugging import causes
 from ampkit.debugging.call_sites import find_caller
-from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums
+from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums, base_name
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.find import try_changes
-from ampkit.debugging.nonfinite_origins import Event
+from ampkit.debugging.nonfinite_origins import Event, absorbed
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison, compare_precision
 from ampkit.debugging.proposed_changes import advice, advice_on_precision
-from ampkit.debugging.report import ExaminationReport, Finding, Problem
+from ampkit.debugging.report import ExaminationReport, Finding, Operation, Problem, Suggestion
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.tape import Tape
 from ampkit.debugging.two_scales import TwoScales
-from ampkit.torch_internals.operator_tracing import LoaderIterator, OpOverload, is_opaque, storage_key, without_dispatch
+from ampkit.dtypes import SIXTEEN_BIT, dtype_name
+from ampkit.torch_internals.operator_tracing import (
+    LoaderIterator,
+    OpOverload,
+    is_opaque,
+    node_sequence_number,
+    storage_key,
+    without_dispatch,
+)
 
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
 _MANY_SKIPS = 8  # steps that a scaler skips
+_LOSSES = frozenset(  # that a region computes in float32
+    f"{name}{ending}"
+    for name in ("nll_loss", "nll_loss2d", "mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+    for ending in ("", "_forward")
+) | {"smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss"}
 _RANDOM_STEP = 0.02  # the chance of another step to be chosen
 
 
@@ -211,7 +224,50 @@ class Examination(detect_nonfinite):
         if call.index % 256 == 0:
             self.on_operator()
 
+    def _add_findings(self) -> None:
+        super()._add_findings()
+        for event in absorbed(self._events):
+            cause = event.finding.cause
+            self.report.add_problem(
+                Problem.at(
+                    event.finding.origin,
+                    grade="note",
+                    look="nonfinite",
+                    kind=cause.kind,
+                    what=f"a result is {event.values}, which a later operator absorbs",
+                    why=f"{cause.text}; {event.finding.elements}",
+                    suggestion=advice(event.finding),
+                    step=self.step,
+                )
+            )
+
+    def _note_low_loss(self, root: Tensor) -> None:
+        """Note a loss that is computed in 16 bits, as no region would do."""
+        node: Any = root.grad_fn
+        while node is not None and node.name().startswith(("Mul", "ToCopy")):  # by the scale
+            node = node.next_functions[0][0]
+        forward = None if node is None else self._forward.get(node_sequence_number(node))
+        dtype = None if node is None else node._input_metadata[0].dtype
+        if forward is None or dtype not in SIXTEEN_BIT or not self._check.dtypes:
+            return
+        if base_name(forward) in _LOSSES:
+            self.report.add_problem(
+                Problem.at(
+                    Operation(**self._operation_fields(forward)),
+                    grade="note",
+                    look="rounded",
+                    kind="rounded",
+                    what=f"the loss is computed in {dtype_name(dtype)}, outside of the region",
+                    why="inside of it the region computes a loss in float32",
+                    suggestion=Suggestion("leave the region after the loss, or compute the loss of output.float()"),
+                    step=self.step,
+                )
+            )
+
     def _before_backward(self, roots: list[Any], gradients: Any, scaled: bool) -> None:
+        for root in roots:
+            if isinstance(root, Tensor):
+                self._note_low_loss(root)
         if self._scales is not None:
             self.paused = True
             try:
@@ -258,8 +314,14 @@ class Examination(detect_nonfinite):
         super()._explain(event, call, func, before, inputs, outputs)
         finding = event.finding
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
+        why = ""
         if finding.cause.kind == "overflow" and call.phase == "forward" and not computed:
-            finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {causes.WITH_THE_DATA}")
+            why = "no parameter took part in it"
+        elif finding.cause.kind in ("overflow", "intermediate", "undefined", "from inf", "rounded"):
+            given = [each for ref in self.modules.inputs if (each := ref()) is not None and not is_opaque(each)]
+            why = next((text for each in given if each.is_floating_point() and (text := causes.outlier(each))), "")
+        if why and not event.is_mask:
+            finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {why}: {causes.WITH_THE_DATA}")
 
     def _name_data(self, finding: Finding, tensor: Tensor) -> None:
         """Say where in the data a broken value is."""

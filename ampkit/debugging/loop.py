@@ -104,7 +104,7 @@ class check_loop:
         self._unseen = _OptimizerState()  # of every optimizer that has not been called yet
         self._updated: set[Any] = set()  # scalers that were updated since the last backward of a scaled loss
         self._loss_is_scaled = False  # by a call of `scale` that no backward has followed yet
-        self._dtypes: set[torch.dtype] = set()  # of the regions that were entered since the last step
+        self.dtypes: set[torch.dtype] = set()  # of the regions that were entered since the last step
         self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
         self.regions: list[_Line] = []  # where the open regions were entered, innermost last
         self.on_backward: Callable[[list[Any], Any, bool], None] = lambda *arguments: (
@@ -222,7 +222,7 @@ class check_loop:
         self._scaled = True
         if scaler.is_enabled():
             self._loss_is_scaled = True
-            if self._dtypes == {torch.bfloat16}:
+            if self.dtypes == {torch.bfloat16}:
                 self._add(
                     "a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and "
                     "skips steps",
@@ -305,7 +305,7 @@ class check_loop:
             state.versions = state.gradient_versions()
         retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
         divided = retained or (loss is not None and _is_divided(loss, scaled))
-        unscaled_float16 = not scaled and torch.float16 in self._dtypes
+        unscaled_float16 = not scaled and torch.float16 in self.dtypes
         self.on_backward(list(roots), args[0] if args else kwargs.get("grad_tensors"), scaled)
         with ExitStack() as hooks:
             if unscaled_float16 and loss is not None and any(s.underflows for s in self._optimizers.values()):
@@ -451,7 +451,7 @@ class check_loop:
         state.zeroed_at, state.versions = None, state.gradient_versions()
         state.steps_since_scheduler += 1
         self._unseen = _OptimizerState()
-        self._dtypes.clear()
+        self.dtypes.clear()
         self.report.iterations += 1
 
     def _scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -473,7 +473,7 @@ class check_loop:
         self.regions.append(line)
         for device in {"cpu", current_device_type()}:
             if torch.is_autocast_enabled(device):
-                self._dtypes.add(torch.get_autocast_dtype(device))
+                self.dtypes.add(torch.get_autocast_dtype(device))
 
     def _region_left(self, region: Any, *error: Any) -> Iterator[None]:
         yield

@@ -113,6 +113,17 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
     return origins
 
 
+def absorbed(events: Mapping[int, Event]) -> list[Event]:
+    """The events of forward where inf began that a later operator absorbs, in a step where nothing used is broken."""
+    origins = find_origins(events)
+    if any(origin.is_used for origin in origins):
+        return []
+    kinds = ("overflow", "intermediate", "undefined")
+    began = [each for each in events.values() if each.broken and each.phase == "forward" and each.kind in kinds]
+    known = {origin.event.index for origin in origins}
+    return [each for each in began if not (each.is_mask or "nan" in each.broken or each.index in known)]
+
+
 def _is_unread_symptom(event: Event, read: set[int], inf_is_symptom: bool) -> bool:
     """Whether a broken result that is no loss, gradient or parameter is a symptom because nothing reads it."""
     if event.index in read or event.phase == "recompute":

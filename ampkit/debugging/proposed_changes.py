@@ -292,7 +292,9 @@ def advice(finding: Finding) -> Suggestion:
         name = repr(finding.parameter) if finding.parameter else "the data"
         return Suggestion(f"look at what wrote {name} before this step", evidence="it is broken before it is used")
     if cause.kind == "constant" and "nan" in cause.text:
-        code = "check the data for it: filter these rows, or put a number there (torch.nan_to_num) before the model"
+        code = (
+            "do not write NaN where nothing masks it out; if it marks missing data, filter these rows before the model"
+        )
         return Suggestion(code, evidence="the code asks for it")
     if cause.kind in _ADVICE:
         code, evidence = _ADVICE[cause.kind]

@@ -397,7 +397,8 @@ class ExaminationReport(NonFiniteReport):
             grade = list(_GRADES).index(problem.grade)
             verified = problem.suggestion is not None and problem.suggestion.verified
             certain = 0 if problem.look == "loop" and grade == 0 else 1 if verified and grade < 2 else 2
-            return certain, grade, problem.look == "precision", problem.step
+            is_unused = problem.finding is not None and problem.finding.unused
+            return certain, grade, problem.look == "precision" or is_unused, problem.step
 
         return sorted(problems, key=order)
 

@@ -204,6 +204,110 @@ def test_an_outlier_in_the_data() -> None:
     assert "rows of the data" in found.suggestion.code
 
 
+def test_an_outlier_of_a_batch_that_overflows_in_a_layer() -> None:
+    """A parameter takes part in it, but no precision bears 1e38 squared."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    batch = torch.randn(4, 3)
+    batch[2, 0] = 1e38
+
+    def run() -> None:
+        with torch.autocast("cpu", B16):
+            model(batch).float().square().mean().backward()
+
+    found = problems(run)[0]
+    assert "the input has 1e+38" in found.why
+    assert "in row 2 of 4: it arrived with the data" in found.why
+
+
+# --- inf that belongs there, and inf that does not
+
+
+def softmax_by_hand(scores: Tensor) -> Tensor:
+    weights = (scores * 20).exp()  # overflows
+    return weights / weights.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (softmax_by_hand, "overflows"),
+        (lambda scores: scores - scores.detach(), "the difference of two masks"),  # the difference of two masks
+    ],
+    ids=["exp", "difference"],
+)
+def test_a_mask_is_not_what_goes_wrong(function: Callable[[Tensor], Tensor], line: str) -> None:
+    """-9e15 is -inf in float16, on purpose or not; the operator that makes +inf or NaN beside it is the place."""
+    model = nn.Linear(4, 4)
+
+    def run() -> None:
+        with torch.autocast("cpu", F16):
+            scores = model(torch.full((4, 4), 2.0))
+            mask = -9e15 * torch.ones_like(scores)
+            masked = torch.where(torch.eye(4) > 0, scores, mask)
+            function(masked).float().sum().backward()
+
+    found = problems(run)[0]
+    assert found.grade == "wrong"
+    assert found.line == line_of(line)
+
+
+def test_an_inf_that_is_absorbed_is_worth_knowing() -> None:
+    model = nn.Linear(4, 1)
+
+    def run() -> None:
+        with torch.autocast("cpu", F16):
+            result = model(torch.full((4, 4), 100.0)) * 0 + 1
+            loss = (result * 60000 * 60000).sigmoid().float().sum()  # absorbed
+        loss.backward()
+
+    found = only(run)
+    assert (found.grade, found.line) == ("note", line_of("absorbed"))
+    assert "a result is inf, which a later operator absorbs" in found.what
+    assert "float32" in (found.suggestion.code if found.suggestion else "")
+
+
+def test_a_gradient_that_is_nan_and_clipped_is_no_note() -> None:
+    """Clipping multiplies all gradients by NaN, and the scaler skips each step."""
+    model = nn.Linear(4, 4)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+
+    def run() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", F16):
+                result = model(torch.randn(3, 4))
+                loss = (result + (result - result.detach()).square().sqrt()).float().sum()  # root of 0
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+    found = problems(run)[0]
+    assert (found.grade, found.line) == ("wrong", line_of("root of 0"))
+    assert found.what.startswith("the gradient of")
+
+
+def test_a_loss_in_16_bits_outside_of_the_region() -> None:
+    model = nn.Linear(4, 3)
+
+    def run(inside: bool) -> Callable[[], None]:
+        def step() -> None:
+            with torch.autocast("cpu", B16):
+                output = model(torch.randn(5, 4)).log_softmax(1)
+                loss = nn.functional.nll_loss(output, torch.arange(5) % 3)
+            if not inside:
+                loss = nn.functional.nll_loss(output, torch.arange(5) % 3)  # outside
+            loss.backward()
+
+        return step
+
+    assert problems(run(inside=True)) == []
+    found = only(run(inside=False))
+    assert (found.grade, found.line) == ("note", line_of("outside"))
+    assert found.what == "the loss is computed in bfloat16, outside of the region"
+
+
 # --- gradients, updates, rounding
 
 
@@ -397,6 +501,44 @@ def test_a_tool_wins_over_a_script_with_its_name(script: Path, capsys: pytest.Ca
     assert "looked at" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["debug", "loop"])  # the tool, without a script
+
+
+HELPER = """
+def clip(parameters):
+    import torch
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+"""
+CLIPS = """
+import torch
+from helper import clip
+model = torch.nn.Linear(4, 1)
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+for _ in range(3):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    clip(model.parameters())
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_call_in_a_helper_names_the_line_of_the_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.with_name("helper.py").write_text(HELPER)
+    script.write_text(CLIPS)
+    assert main(["debug", "--no-verify", "--json", "r.json", "train.py"]) == 1
+    first = json.loads(Path("r.json").read_text())["findings"][0]
+    assert (first["file"], first["line"], first["called_from"]) == ("helper.py", 4, ["train.py", 9])
+    assert "helper.py:4 (called from train.py:9): gradients are clipped" in capsys.readouterr().out
+
+
+def test_a_change_that_could_not_run_is_not_refuted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampkit.debugging.verify.sys.executable", "/nonexistent/python")
+    assert main(["debug", "--json", "r.json", "train.py", "1e6"]) == 1
+    report = json.loads(Path("r.json").read_text())
+    first = report["findings"][0]
+    assert (first["verified"], first["tried"]) == (False, [])
+    assert "around train.py:9" in first["advice"]
+    assert report["unseen"][-1].startswith("whether a change helps: ")
 
 
 def test_a_change_is_verified_in_a_fresh_process(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
