@@ -475,7 +475,7 @@ class Roundings:
         name, smallest = dtype_name(output.dtype), torch.finfo(output.dtype).tiny
         return Problem.at(
             Operation(**self._observer._operation_fields(call)),
-            grade="lost" if error > _LOST_SHARE else "note",
+            grade="lost" if error > _LOST_SHARE or (output.dtype is torch.bfloat16 and output.numel() > 1) else "note",
             look="rounded",
             kind="underflow",
             what=f"a result is too small for {name}",
