@@ -115,10 +115,11 @@ def _watch(record: Record) -> list[torch.Tensor]:
         updated = [weight for group in optimizer.param_groups for weight in group["params"]]
         if not record.before:
             record.before = [weight.detach().float().clone() for weight in updated]
-        parameters[:] = updated  # a program may go on with another model, from a checkpoint
+        if [weight.shape for weight in updated] == [weight.shape for weight in record.before]:
+            parameters[:] = updated  # a program may go on with another model, from a checkpoint
         if len(record.gradients) < 3:
             record.gradients[backwards[0]] = [
-                None if weight.grad is None else weight.grad.detach().float().clone() for weight in parameters
+                None if weight.grad is None else weight.grad.detach().float().clone() for weight in updated
             ]
         record.steps += 1
 
