@@ -263,6 +263,7 @@ class check_loop:
                 state.stepped_at,
             )
         self._check_scaled(scaler, state)
+        self._check_gradients(state, closure=bool(args) or "closure" in kwargs)
         state.scaler, state.stepped_at, state.scaled = scaler, self._caller(), False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
@@ -331,6 +332,23 @@ class check_loop:
                 state.backwards.clear()
                 state.zeroed_at = self._caller()
 
+    def _check_gradients(self, state: _OptimizerState, *, closure: bool) -> None:
+        """Add a finding if a step is about to use gradients of the step before too, or none of the last backward.
+
+        A scaler that skips the step does not call the optimizer.
+        """
+        if not state.cleared and state.backwards and not closure:
+            self._add(
+                "gradients of the step before are still there: zero_grad is missing",
+                "optimizer.zero_grad() after the step, or before backward",
+            )
+        if state.zeroed_at and all(p.grad is None for p in state.parameters):
+            self._add(
+                "zero_grad is called between backward and step: the step has no gradients",
+                "optimizer.zero_grad() before backward, or after the step",
+                state.zeroed_at,
+            )
+
     def _check_cleared(self, state: _OptimizerState) -> None:
         """Note whether the gradients of the last step were cleared: the first is None, another tensor, or zero."""
         if not state.cleared and state.last_gradients:
@@ -381,17 +399,8 @@ class check_loop:
                 "the optimizer steps although unscale_ found inf or NaN in the gradients",
                 "scaler.step(optimizer) in place of optimizer.step(): it skips such steps",
             )
-        if not state.cleared and state.backwards and not closure:
-            self._add(
-                "gradients of the step before are still there: zero_grad is missing",
-                "optimizer.zero_grad() after the step, or before backward",
-            )
-        if state.zeroed_at and all(p.grad is None for p in state.parameters):
-            self._add(
-                "zero_grad is called between backward and step: the step has no gradients",
-                "optimizer.zero_grad() before backward, or after the step",
-                state.zeroed_at,
-            )
+        if not self._in_scaler_step:
+            self._check_gradients(state, closure=bool(closure))
         if state.last_gradients and not closure and not state.backwards:
             versions = state.gradient_versions()
             if versions == state.versions and any(version != (0, 0) for version in versions):

@@ -242,3 +242,33 @@ def test_a_step_past_the_scaler(cls: Any) -> None:
     assert "optimizer.step()" in linecache.getline(finding.file, finding.line)
     assert finding.change.startswith("scaler.step(optimizer)")
     assert step(torch.inf, cls("cpu", enabled=False)).status == "clean"
+
+
+def zeroed_before_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """The optimizer has no gradients, so that the scaler does not call it."""
+    for _ in range(2):
+        scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+        optimizer.zero_grad()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def never_zeroed_after_an_overflow(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """NaN stays in the gradients, and the scaler skips each step."""
+    for _ in range(2):
+        scaler.scale(loss_of(model, torch.full((4, 8), 1e38))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("loop", "what"),
+    [
+        (zeroed_before_the_step, "zero_grad is called between backward and step: the step has no gradients"),
+        (never_zeroed_after_an_overflow, "gradients of the step before are still there: zero_grad is missing"),
+    ],
+)
+def test_gradients_are_checked_where_the_scaler_skips_the_step(loop: Callable[..., None], what: str) -> None:
+    with check_loop() as report, contextlib.suppress(AssertionError):
+        loop(*parts(2.0**16))
+    assert [finding.what for finding in report.loop] == [what]
