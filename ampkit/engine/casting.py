@@ -112,7 +112,7 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
         kind = type(argument)
         if kind in _WITHOUT_TENSORS:
             continue
-        if isinstance(argument, Tensor):
+        if kind is Tensor or kind is Parameter or isinstance(argument, Tensor):
             yield argument
         elif kind is list or kind is tuple:
             yield from tensors(argument)

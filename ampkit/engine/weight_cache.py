@@ -1,6 +1,6 @@
 """Weight caches: a weight's low-precision cast is reused for as long as the weight cannot have changed.
 
-`_Casts.find` compares, at every use of a cached cast:
+`_Casts.find`, and for a `RegionCache` `_CastsOfRegion.find`, compare at every use of a cached cast:
 
 - the tensor: a weak reference to the very tensor that was cast;
 - its version counter, which every write that autograd knows of increments;
@@ -105,12 +105,9 @@ class _CachedCast:
         self.generation = observed.generation or current_generation()
         self.version = weight._version
         self.region = region
-        self.address = self.storage = self.layout = None
+        self.layout = None
         self.weight = weakref.ref(weight)
-        kind = type(weight)
-        if (kind is Parameter or kind is Tensor) and (functorch_level() is None or not is_wrapped(weight)):
-            self.address = weight.data_ptr()
-            self.storage = weakref.ref(weight.untyped_storage())
+        self.address, self.storage = _memory(weight)
 
     def keep(self, weight: Tensor) -> None:
         """Note what other regions compare."""
@@ -129,20 +126,29 @@ class _CachedCast:
         )
 
 
-class _Casts(dict[int, _CachedCast]):
-    """The casts of weights on one device type to one dtype, by the `id` of the weight."""
+class _Counts:
+    """Counts of a cache: see `CacheInfo`."""
 
-    __slots__ = ("across_regions", "caster", "convert", "hits", "misses", "region")
+    __slots__ = ("hits", "misses")
+
+    def __init__(self) -> None:
+        self.hits = self.misses = 0
+
+
+class _Casts(dict[int, _CachedCast]):
+    """The casts of weights on one device type to one dtype, by the `id` of the weight, of a `WeightCache`."""
+
+    __slots__ = ("across_regions", "caster", "convert", "counts", "region")
     dtypes = frozenset({torch.float32})  # of weights
 
-    def __init__(self, caster: Any, *, across_regions: bool) -> None:
+    def __init__(self, caster: Any, counts: _Counts, *, across_regions: bool) -> None:
         """`caster` makes the casts: a `Cast`, or a `WeightForm` of `float8_products`."""
         super().__init__()
         self.caster = caster
+        self.counts = counts
         self.convert = caster.convert
         self.across_regions = across_regions
         self.region = 0  # regions entered so far: the first use of a cast in each compares more
-        self.hits = self.misses = 0
 
     def find(self, weight: Tensor) -> Tensor:
         """The cast of a weight: the cached one if all comparisons hold, else a new one."""
@@ -156,7 +162,7 @@ class _Casts(dict[int, _CachedCast]):
             and (cached.region == self.region or self._use_in_this_region(cached, weight))
             and (cached.has_history is weight.requires_grad or not _grad_enabled() or self._reconnect(cached, weight))
         ):
-            self.hits += 1
+            self.counts.hits += 1
             return cached.cast
         return self._make(weight)
 
@@ -221,20 +227,14 @@ class _Casts(dict[int, _CachedCast]):
             cached = _CachedCast(weight, self.region)  # before the cast: a write meanwhile invalidates it
         except RuntimeError:  # of inference mode or with sparse memory, which show no writes
             return self.caster.tensor(weight)
-        self.misses += 1
+        self.counts.misses += 1
         if self._keeps(weight):
             cached.keep(weight)
         if _inference_mode():
             with torch.inference_mode(False):
                 cached.cast = self.convert(weight)
-        elif self.across_regions or _grad_enabled():
-            cached.cast = self.convert(weight)
         else:
-            try:
-                set_grad_enabled(True)
-                cached.cast = self.convert(weight)
-            finally:
-                set_grad_enabled(False)
+            cached.cast = self.convert(weight)
         cached.has_history = cached.cast.requires_grad
         self[id(weight)] = cached
         return cached.cast
@@ -274,6 +274,51 @@ class _Casts(dict[int, _CachedCast]):
                 cached.cast, cached.has_history = cached.cast.detach(), False
 
 
+class _CastsOfRegion(_Casts):
+    """The casts of a `RegionCache` to one dtype: of weights that require grad, with a history, in one region.
+
+    Entries are tuples, which are made and compared faster: weight, version, address, storage, steps, cast. An entry may
+    hold the weight, since the history of the cast does; so no other weight has its `id`.
+    """
+
+    def find(self, weight: Tensor) -> Tensor:
+        cached: Any = self.get(id(weight))
+        if cached is not None:
+            _, version, address, storage, generation, cast = cached
+            if (
+                version == weight._version
+                and (storage is None or (address == weight.data_ptr() and storage() is not None))
+                and generation is observed.generation
+                and (weight.requires_grad or not _grad_enabled())
+            ):
+                self.counts.hits += 1
+                return cast
+        return self._make(weight)
+
+    def _make(self, weight: Tensor) -> Tensor:
+        if not self._is_cacheable(weight) or _inference_mode():  # a tensor of inference mode is of no use after it
+            self.pop(id(weight), None)  # an invalid cast must not become valid again
+            return self.caster.tensor(weight)
+        generation = observed.generation or current_generation()
+        try:  # before the cast: a write meanwhile invalidates it
+            version = weight._version
+            address, storage = _memory(weight)
+        except RuntimeError:  # of inference mode or with sparse memory, which show no writes
+            return self.caster.tensor(weight)
+        self.counts.misses += 1
+        if _grad_enabled():
+            cast = self.convert(weight)
+        else:
+            try:
+                set_grad_enabled(True)
+                cast = self.convert(weight)
+            finally:
+                set_grad_enabled(False)
+        entry: Any = (weight, version, address, storage, generation, cast)
+        self[id(weight)] = entry
+        return cast
+
+
 class _Float8Forms(_Casts):
     """FP8 forms of weights: values without a history, of weights of any dtype that regions cast."""
 
@@ -289,11 +334,12 @@ class _Float8Forms(_Casts):
 class RegionCache:
     """The casts of a thread's regions that were given no cache. Holds no weight, and never synchronizes."""
 
-    in_capture = False  # whether it was made inside a CUDA graph capture: its casts belong to that graph
     across_regions = False  # whether a later region may use its casts
 
     def __init__(self) -> None:
+        self.in_capture = False  # whether it was made inside a CUDA graph capture: its casts belong to that graph
         self._casts: dict[tuple[str, Any], _Casts] = {}
+        self.counts = _Counts()
         self.last_input: Any = None  # FP8 forms of the activation that was quantized last: `float8_products`
         self.modes: dict[Any, Any] = {}  # the modes that cast for this cache, by their policies: `region/stack`
         self.latest: Any = None  # the mode that a region has used last
@@ -302,7 +348,7 @@ class RegionCache:
     @property
     def hits(self) -> int:
         """Uses of a cached cast."""
-        return sum(casts.hits for casts in tuple(self._casts.values()))
+        return self.counts.hits
 
     def weights(self, device_type: str, dtype: Any) -> Callable[[Tensor], Any]:
         """Return the function that casts the weights of the operator that runs now: `_Casts.find`, or a plain cast.
@@ -332,8 +378,9 @@ class RegionCache:
         key = device_type, dtype
         casts = self._casts.get(key)
         if casts is None:
-            kind = _Casts if type(dtype) is torch.dtype else _Float8Forms
-            casts = self._casts.setdefault(key, kind(_caster(*key), across_regions=self.across_regions))
+            kind = _Casts if self.across_regions else _CastsOfRegion
+            kind = kind if type(dtype) is torch.dtype else _Float8Forms
+            casts = self._casts.setdefault(key, kind(_caster(*key), self.counts, across_regions=self.across_regions))
         return casts.find
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -400,9 +447,8 @@ class WeightCache(RegionCache):
         Returns:
             The casts, their bytes, and the hits and misses since the cache was made.
         """
-        every = tuple(self._casts.values())
-        sizes = [cached.cast.nbytes for casts in every for cached in casts.drop_stale()]
-        return CacheInfo(len(sizes), sum(sizes), self.hits, sum(casts.misses for casts in every))
+        sizes = [cached.cast.nbytes for casts in tuple(self._casts.values()) for cached in casts.drop_stale()]
+        return CacheInfo(len(sizes), sum(sizes), self.counts.hits, self.counts.misses)
 
     def enter(self) -> None:
         """Begin a region, which compares more at its first use of each cast. `autocast` calls this."""
@@ -447,6 +493,14 @@ def _read_data(param: Parameter) -> Tensor:
 def _caster(device_type: str, dtype: Any) -> Any:
     """The object that casts a weight to a dtype: a `Cast`, or a `WeightForm`, which is itself given as the dtype."""
     return cast_to(device_type, dtype) if type(dtype) is torch.dtype else dtype
+
+
+def _memory(weight: Tensor) -> tuple[int | None, Any]:
+    """The address of a weight's memory and a weak reference to its storage; None for tensors that wrap others."""
+    kind = type(weight)
+    if (kind is Parameter or kind is Tensor) and (functorch_level() is None or not is_wrapped(weight)):
+        return weight.data_ptr(), weakref.ref(weight.untyped_storage())
+    return None, None
 
 
 def _layout(weight: Tensor) -> tuple[Any, Any]:

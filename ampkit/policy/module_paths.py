@@ -12,16 +12,18 @@ from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
 _paths: weakref.WeakKeyDictionary[Module, weakref.WeakKeyDictionary[Module, str]] = weakref.WeakKeyDictionary()
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
 
 def unwrapped(module: Module) -> Module:
     """The module inside the wrappers that torch adds to compile, checkpoint or distribute it; else itself."""
-    for name in ("module",) if isinstance(module, _DATA_PARALLEL) else _WRAPPERS:
-        child = _child(module, name)
-        if child is not None:
-            return unwrapped(child)
+    children = module._modules
+    for name in _WRAPPERS:
+        if name in children and (name != "module" or isinstance(module, _DATA_PARALLEL)):
+            child = children[name]
+            if child is not None:
+                return unwrapped(child)
     return module
 
 
@@ -75,10 +77,12 @@ def starred(path: str) -> str:
 def path_of(root: Module, module: Module) -> str:
     """The first path of a module in `root`; the name of its class if `root` does not contain it."""
     module, paths = unwrapped(module), _paths.get(root)
-    if paths is None or module not in paths or _at(root, paths[module]) is not module:
+    path = None if paths is None else paths.get(module)
+    if path is None or _at(root, path) is not module:
         paths = weakref.WeakKeyDictionary({each: path for path, each in reversed([*named_paths(root)])})
         _paths[root] = paths
-    return paths.get(module, type(module).__name__)
+        path = paths.get(module, type(module).__name__)
+    return path
 
 
 def _at(root: Module, path: str) -> Module | None:

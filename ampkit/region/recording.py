@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from ampkit.engine import casting
 from ampkit.engine.autocast_mode import AutocastMode
@@ -110,7 +109,7 @@ class _RecordingMode(AutocastMode):
         super().__init__(policies, cache)
         self.handlers = GENERAL_HANDLERS
         self.record = record
-        self.explanations: dict[tuple[str, OpOverload], Explanation] = {}
+        self.explanations: dict[tuple[str, str], Explanation] = {}  # by device type and operator
         if cache is not None:
             self.lookup = functools.partial(_cached_cast, cache)
 
@@ -134,19 +133,20 @@ class _RecordingMode(AutocastMode):
         run, new_args = call[0], (*call[1], *call[2].values())
         given, used = list(casting.tensors((*args, *kwargs.values()))), list(casting.tensors(new_args))
         cast = [(old, new) for old, new in zip(given, used, strict=True) if old is not new]
-        made = [(old, new) for old, new in cast if not any(new is reused for reused in thread.reused)]
-        policy = next(
+        reused = {id(each) for each in thread.reused}
+        made = [(old, new) for old, new in cast if id(new) not in reused]
+        policy = self.policy or next(
             policy
-            for device, policy in self.policies
-            if op in policy.rules()
-            and torch.is_autocast_enabled(device)
-            and (len(self.policies) == 1 or any(tensor.device.type == device for tensor in given))
+            for (device, policy), (_, table) in zip(self.policies, self.tables, strict=True)
+            if op in table and torch.is_autocast_enabled(device) and any(each.device.type == device for each in given)
         )
-        explanation = self.explanations.get((policy.device_type, op))
+        key = policy.device_type, op.name()
+        explanation = self.explanations.get(key)
         if explanation is None:
-            explanation = self.explanations[policy.device_type, op] = policy.explain(op)
+            explanation = self.explanations[key] = policy.explain(op)
         _, rule, layer, why = explanation
-        computed_in = _dtypes(used)
+        operands = _dtypes(given)
+        computed_in = _dtypes(used) if cast else operands
         if rule is Rule.FLOAT32_DTYPE_ARG:
             computed_in = tuple(arg for arg in new_args if isinstance(arg, torch.dtype)) or computed_in
         float8 = ""
@@ -163,17 +163,18 @@ class _RecordingMode(AutocastMode):
             why,
             module,
             line,
-            _dtypes(given),
+            operands,
             computed_in,
             len(made),
             len(cast) - len(made),
-            sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given),
+            sum([_nbytes(old) + _nbytes(new) for old, new in made]),
+            tuple([() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given]),
             float8,
         )
-        if self.record.integers is not None:
+        data = [(old, new) for old, new in made if not old.requires_grad]
+        if data and self.record.integers is not None:
             with Exclude(self.excluded_keys):
-                merged = [merges_integers(old, new.dtype) for old, new in made]
+                merged = [merges_integers(old, new.dtype) for old, new in data]
             self.record.integers += [(recorded, merges) for merges in merged if merges is not None]
         return recorded
 
@@ -183,27 +184,29 @@ def _cached_cast(cache: WeightCache | RegionCache, leaf: Tensor, dtype: torch.dt
 
     Not a method of the mode: in a cycle with the mode, the casts of a recompute would live until garbage collection.
     """
-    hits = cache.hits
+    hits = cache.counts.hits
     cast = cache.cast(leaf, dtype)
-    if cache.hits > hits:
+    if cache.counts.hits > hits:
         thread.reused.append(cast)
     return cast
 
 
 def _call_site(frame: FrameType | None) -> tuple[str, str]:
     """The path of the module that runs, and the line of user code that called the operator."""
-    modules: list[Module] = []
+    innermost = outermost = None  # frames of modules
     line = ""
     while frame is not None:
         code = frame.f_code
         if code is CALL:
-            modules.append(frame.f_locals["self"])
+            outermost = frame
+            innermost = innermost or frame
         elif not line and not is_library(code.co_filename):
             line = f"{_file_name(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
-    if not modules:
+    if innermost is None or outermost is None:
         return "", line
-    return path_of(modules[-1], modules[0]) or type(modules[0]).__name__, line
+    module = innermost.f_locals["self"]
+    return path_of(outermost.f_locals["self"], module) or type(module).__name__, line
 
 
 @functools.cache
@@ -217,7 +220,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
-    return tuple(tensor.dtype for tensor in tensors)
+    return tuple([tensor.dtype for tensor in tensors])
 
 
 def merges_integers(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
