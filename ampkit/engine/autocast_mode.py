@@ -66,11 +66,10 @@ class AutocastMode(TorchDispatchMode):
     `region/stack` puts the mode at its key; a `with` statement would put it below autograd.
     """
 
-    record: Any = None  # the record that calls are added to, if any: `region/recording`
-    closed_copy: AutocastMode | None = None
-
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()
+        self.record: Any = None  # the record that calls are added to, if any: `region/recording`
+        self.closed_copy: AutocastMode | None = None
         self.policies = policies
         self.policy = policies[0][1] if len(policies) == 1 else None  # regions compare it by identity
         self.cache = cache

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ampkit.engine.thread_state import thread
+from ampkit.engine.thread_state import OpenRegions, thread
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.torch_internals.dynamo import (
@@ -50,9 +50,10 @@ _numbers: dict[ModuleRules, int] = {}  # a number for each set of bound modules;
 _counter = itertools.count(1)
 
 
-class _UserOptions:
-    """The user's values of torch's options, while Dynamo compiles with ampkit's in their place."""
+class _Compilation:
+    """Dynamo's callbacks, and the user's values of torch's options while it compiles with ampkit's in their place."""
 
+    callbacks: Any = None  # once Dynamo is imported
     tag: str | None = None
     backward: str | None = None
 
@@ -111,38 +112,34 @@ def _free_mark(text: str) -> Mark:
         number += 1
 
 
-def write(mark: Mark) -> None:
-    """Set this thread's mark."""
-    before, thread.mark = thread.mark, mark  # first, since a signal handler may enter a region during the rest
+def write(regions: OpenRegions, mark: Mark) -> None:
+    """Set the mark of this thread, whose regions are given."""
+    before, regions.mark = regions.mark, mark  # first, since a signal handler may enter a region during the rest
     try:
         for device in MARK_DEVICES[len(mark) : len(before)]:
             _set_enabled(device, False)
         for device, digit in mark:
-            if thread.digits.get(device) is not digit:
+            if regions.digits.get(device) is not digit:
                 _set_dtype(device, digit)
-                thread.digits[device] = digit
+                regions.digits[device] = digit
             _set_enabled(device, True)
     except BaseException:  # from a signal handler; leaving the region then clears the digits of both marks
-        thread.mark = before + mark
+        regions.mark = before + mark
         raise
     if mark and DYNAMO_CALLBACKS in sys.modules:
-        _watch()
-
-
-def _watch() -> None:
-    """Register for the start and end of compilation; `torch._dynamo.reset` drops callbacks."""
-    handler = compile_callbacks()
-    if handler is not None and _begin not in handler.start_callbacks:  # None also while another thread imports it
-        handler.register_end_callback(_end)  # first: a start without an end would change all later compilations
-        handler.register_start_callback(_begin)
+        registry = _Compilation.callbacks or compile_callbacks()
+        if registry is not None and _begin not in registry.start_callbacks:  # `torch._dynamo.reset` drops callbacks
+            registry.register_end_callback(_end)  # first: a start without an end would change all later compilations
+            registry.register_start_callback(_begin)
+            _Compilation.callbacks = registry
 
 
 @dynamo_skip  # torch holds a lock, which a compilation of this, amid a compiled step, would wait for
 def _begin(_: Any) -> None:
-    mark = thread.mark
+    mark = thread.regions.mark
     if mark:
-        _UserOptions.tag = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = _UserOptions.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
+        _Compilation.tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = _Compilation.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
         trace_backward_as_eager()
 
 
@@ -152,16 +149,16 @@ def trace_backward_as_eager() -> None:
     AOTAutograd traces a backward in the autocast state that surrounds the compiled call, which would cast the products
     of a float32 module's backward. The option is part of the keys of AOTAutograd's cache.
     """
-    if _UserOptions.backward is None and is_compiling() and backward_autocast() == AS_FORWARD:
-        _UserOptions.backward = AS_FORWARD
+    if _Compilation.backward is None and is_compiling() and backward_autocast() == AS_FORWARD:
+        _Compilation.backward = AS_FORWARD
         set_backward_autocast("off")
 
 
 @dynamo_skip
 def _end(_: Any) -> None:
-    if _UserOptions.tag is not None:
-        torch.compiler.config.cache_key_tag = _UserOptions.tag
-        _UserOptions.tag = None
-    if _UserOptions.backward is not None:
-        set_backward_autocast(_UserOptions.backward)
-        _UserOptions.backward = None
+    if _Compilation.tag is not None:
+        torch.compiler.config.cache_key_tag = _Compilation.tag
+        _Compilation.tag = None
+    if _Compilation.backward is not None:
+        set_backward_autocast(_Compilation.backward)
+        _Compilation.backward = None

@@ -5,7 +5,6 @@ Errors and warnings are of the types that torch's autocast has.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,22 +41,27 @@ class RegionSpec(NamedTuple):
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 _PASSING = ("torch.", "contextlib", "functools")  # modules between the user's line and this one
 _warned: set[str] = set()  # names of devices
-# Makes a `RegionSpec` of one tuple of all its fields. `RegionSpec(...)` calls a Python function, `__new__`, and takes
-# 0.55 us in place of 0.3, at each call of a module with a rule.
-_new_spec = functools.partial(tuple.__new__, RegionSpec)
+# Makes a `RegionSpec` of one tuple of all its fields: `RegionSpec(...)` calls a Python function, `__new__`.
+_new_tuple = tuple.__new__
+# Looked up in torch, whose module has a `__getattr__`, they would take ten times as long.
+_dtype_of, _cache_flag, _dtype = torch.get_autocast_dtype, torch.is_autocast_cache_enabled, torch.dtype
 
 
-class _NamedPolicies(dict[tuple[str, str], Policy]):
-    """Policies by name and device type, one object each: a region compares the policy of its last mode by identity.
+class _PoliciesNamed(dict[str, Policy]):
+    """Policies of one name by device type, one object each: a region compares the policy of its last mode by identity.
 
     Made when first looked up, since the backend `privateuseone` may be renamed at any time.
     """
 
-    def __missing__(self, name: tuple[str, str]) -> Policy:
-        return self.setdefault(name, Policy(*name))
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __missing__(self, device_type: str) -> Policy:
+        return self.setdefault(device_type, Policy(self.name, device_type))
 
 
-NAMED_POLICIES = _NamedPolicies()
+DEFAULT_POLICIES, TORCH_POLICIES = _PoliciesNamed("default"), _PoliciesNamed("torch")
 
 
 def autocast_device_type(device_type: Any) -> str:
@@ -124,15 +128,15 @@ def checked_spec(
     device = device_type if device_type is not None else current_device_type()
     kind = device if type(device) is str and device in _KINDS else autocast_device_type(device)
     if dtype is None:
-        dtype = torch.get_autocast_dtype(kind)
-    elif not isinstance(dtype, torch.dtype):
+        dtype = _dtype_of(kind)
+    elif not isinstance(dtype, _dtype):
         dtype = _named_dtype(dtype)
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {short(enabled)}; expected True or False")
     if enabled and not (kind == "cpu" and dtype in SIXTEEN_BIT):
         enabled = _available(device, kind, dtype)
     if cache_enabled is None:
-        cache_enabled = torch.is_autocast_cache_enabled()
+        cache_enabled = _cache_flag()
     elif not isinstance(cache_enabled, bool):
         raise TypeError(f"cache_enabled is {short(cache_enabled)}; expected True or False")
     if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
@@ -142,7 +146,7 @@ def checked_spec(
             f"cache is {short(cache)}; expected a WeightCache, such as cache=WeightCache(), made once for all regions. "
             "To enable or disable the cache of the region itself, use cache_enabled="
         )
-    return _new_spec((kind, dtype, enabled, cache_enabled, policy, cache, device, of_module))
+    return _new_tuple(RegionSpec, (kind, dtype, enabled, cache_enabled, policy, cache, device, of_module))
 
 
 def _named_dtype(name: Any) -> torch.dtype:
@@ -162,7 +166,7 @@ def named_policy(policy: Any, kind: str) -> Policy:
     Raises `ValueError` for another name, `TypeError` for anything else.
     """
     if isinstance(policy, str) and policy in ("default", "torch"):
-        return NAMED_POLICIES[policy, kind]
+        return (DEFAULT_POLICIES if policy == "default" else TORCH_POLICIES)[kind]
     if isinstance(policy, Policy) and policy.device_type == kind:
         return policy
     raise (ValueError if isinstance(policy, str) else TypeError)(

@@ -114,7 +114,7 @@ class autocast:
             stack = thread.regions
             depth = len(stack)
             try:
-                push(self.spec, begin_module_rules)
+                push(stack, self.spec, begin_module_rules)
             except BaseException:  # raised by a signal handler as `push` returns
                 leave_down_to(stack, depth)
                 raise
@@ -126,11 +126,11 @@ class autocast:
             if tracing():
                 leave_in_trace()
             else:
-                pop(self.spec, exc_type)
+                pop(thread.regions, self.spec, exc_type)
         except RegionOrderError:
             raise
         except BaseException as error:  # raised by a signal handler before or while the region is left
-            pop(self.spec, type(error))
+            pop(thread.regions, self.spec, type(error))
             raise
         return False
 

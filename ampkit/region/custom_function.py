@@ -16,12 +16,16 @@ from ampkit.containers import map_tensors
 from ampkit.engine.casting import is_eligible
 from ampkit.policy.policy import Policy
 from ampkit.region import traced
-from ampkit.region.arguments import NAMED_POLICIES, RegionSpec, autocast_device_type
+from ampkit.region.arguments import TORCH_POLICIES, RegionSpec, autocast_device_type
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import called_while_tracing, tracing
 
 __all__ = ["custom_bwd", "custom_fwd"]
+
+# Looked up in torch, whose module has a `__getattr__`, they would take ten times as long.
+_is_enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+_cache_flag = torch.is_autocast_cache_enabled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,10 +70,10 @@ def custom_fwd(
 
     @functools.wraps(fwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
-        enabled = torch.is_autocast_enabled(kind)
+        enabled = _is_enabled(kind)
         ctx: tuple[Any, ...] = args[:1] if len(args) > 0 and hasattr(args[0], "save_for_backward") else ()
         if ctx:
-            body_enabled, dtype = enabled and cast_inputs is None, torch.get_autocast_dtype(kind)
+            body_enabled, dtype = enabled and cast_inputs is None, _dtype_of(kind)
             if tracing():
                 ctx[0]._ampkit_state = body_enabled, dtype, _policy_text(kind)
             else:
@@ -117,10 +121,10 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
                 f"{bwd.__qualname__} has custom_bwd, but its forward did not run under custom_fwd; decorate both, and "
                 "setup_context where there is one"
             )
-        if isinstance(state, RegionSpec):
-            if state.cache_enabled is not torch.is_autocast_cache_enabled():
-                state = state._replace(cache_enabled=not state.cache_enabled)
-            with autocast._of(state):
+        if isinstance(state, autocast):
+            if not _cache_flag():
+                state = autocast._of(state.spec._replace(cache_enabled=False))
+            with state:
                 return bwd(*args, **kwargs)
         enabled, dtype, policy_text = state  # saved by a forward in the same trace
         traced.enter_by_constants(kind, dtype, enabled, torch.is_autocast_cache_enabled(), policy_text)
@@ -132,17 +136,17 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     return decorated
 
 
-_outside: dict[Any, RegionSpec] = {}  # states of forwards outside regions
+_outside: dict[Any, autocast] = {}  # states of forwards outside regions
 
 
-def _state(kind: str, dtype: torch.dtype, enabled: bool) -> RegionSpec:
+def _state(kind: str, dtype: torch.dtype, enabled: bool) -> autocast:
     """The region that a backward shall run in, made once for each mode and autocast state."""
     mode = current()
     states = _outside if mode is None else mode.states
     key = kind, dtype, enabled
     state = states.get(key)
     if state is None:
-        state = states[key] = RegionSpec(kind, dtype, enabled, True, _open_policy(kind))
+        state = states[key] = autocast._of(RegionSpec(kind, dtype, enabled, True, _open_policy(kind)))
     return state
 
 
@@ -155,7 +159,7 @@ def _policy_text(kind: str) -> str:
 def _open_policy(kind: str) -> Policy:
     """The open region's policy for a device type; outside regions, and in `torch.autocast`, torch.amp's list."""
     mode = current()
-    return (None if mode is None else dict(mode.policies).get(kind)) or NAMED_POLICIES["torch", kind]
+    return (None if mode is None else dict(mode.policies).get(kind)) or TORCH_POLICIES[kind]
 
 
 def cast_eligible(tree: Any, kind: str, dtype: torch.dtype) -> Any:

@@ -142,7 +142,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     for policy, precision in rules:
         lookup.ran_bound = True
         if is_active(policy.device_type):
-            push(region_for(policy, precision))
+            push(thread.regions, region_for(policy, precision))
             if precision is torch.float32:
                 args, kwargs = cast_inputs(args, kwargs, policy.device_type)
     return args if kwargs is None else (args, kwargs)

@@ -17,10 +17,10 @@ import torch
 
 from ampkit.engine import policy_mark, self_check
 from ampkit.engine.autocast_mode import AutocastMode
-from ampkit.engine.thread_state import thread
+from ampkit.engine.thread_state import OpenRegions, thread
 from ampkit.engine.weight_cache import RegionCache, WeightCache
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region.arguments import NAMED_POLICIES, RegionSpec
+from ampkit.region.arguments import DEFAULT_POLICIES, RegionSpec
 from ampkit.region.recording import new_mode, records
 from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
@@ -73,7 +73,11 @@ class Entry:
         "active",
         "begin_rules",
         "cache",
+        "cache_enabled",
         "counted",
+        "device_type",
+        "dtype",
+        "enabled",
         "end_rules",
         "ended",
         "failed",
@@ -95,47 +99,48 @@ class Entry:
     def __init__(
         self,
         spec: RegionSpec,
-        stack: list[Entry],
+        stack: OpenRegions,
         begin_rules: BeginRules | None,
         frame: FrameType | None,
         recomputes: bool,
     ) -> None:
         """Read the state to restore, and choose the cache and the mode. Changes no autocast or dispatcher state."""
-        device_type = spec.device_type
+        device_type, dtype, enabled, cache_enabled, policy, users_cache, _, _ = spec  # faster than by name
         try:
             outer_mode = get_in_tls(TLS_NAME)
         except RuntimeError:  # the first region of the thread
             outer_mode = None
         self.outer_mode = outer_mode = outer_mode if outer_mode is not None and outer_mode.open else None
         self.spec = spec
+        self.device_type, self.dtype, self.enabled, self.cache_enabled = device_type, dtype, enabled, cache_enabled
         self.frame = frame  # of the compiled graph that enters it; an exception may end that call
         self.ended = self.counted = self.failed = False
         self.old_enabled = _is_enabled(device_type)
         self.old_dtype = _dtype_of(device_type)
         self.old_cache_flag = _cache_flag()
-        self.old_mark = thread.mark
+        self.old_mark = stack.mark
         # The cache: the user's, else the enclosing region's, else the thread's.
         capture = device_type == "cuda" and is_capturing(CURRENT_CUDA)
-        cache: WeightCache | RegionCache | None = None if capture else spec.cache
+        cache: WeightCache | RegionCache | None = None if capture else users_cache
         # The user's cache is entered and left with the outermost region that has it.
-        self.own_cache = None if cache is None or any(entry.cache is cache for entry in stack) else spec.cache
+        self.own_cache = None if cache is None or any(entry.cache is cache for entry in stack) else users_cache
         if cache is None:
-            cache = stack[-1].cache if stack else thread.cache
+            cache = stack[-1].cache if stack else stack.cache
             if cache is None or cache.in_capture != capture:
-                cache = _new_cache(capture)
+                cache = _new_cache(stack, capture)
         self.cache = cache
         # The mode: the one that the cache had last, unless its policies, rules or record are others.
         mode = cache.latest
         if (
             mode is None
             or outer_mode is not None
-            or mode.policy is not (spec.policy or NAMED_POLICIES["default", device_type])
+            or mode.policy is not (policy or DEFAULT_POLICIES[device_type])
             or mode.changes != register_changes()
             or mode.record is not None
             or records
-            or not spec.cache_enabled
+            or not cache_enabled
         ):
-            mode = _mode(outer_mode, device_type, spec.policy, cache if spec.cache_enabled else None)
+            mode = _mode(outer_mode, device_type, policy, cache if cache_enabled else None)
         self.mode = mode
         self.key = key = mode.key
         self.was_included = is_included(key)
@@ -144,16 +149,17 @@ class Entry:
         # The enclosing region's key, where it is another one and would cast too.
         self.muted_key = None if outer_key is None or outer_key is key or is_excluded(outer_key) else outer_key
         self.end_rules: Callable[[bool], None] | None = None  # called with `failed`; set by `begin_rules`
-        enabled = spec.enabled or recomputes
-        has_rules = enabled and mode.has_module_rules and bool(dict(mode.policies)[device_type].modules)
+        reached = enabled or recomputes
+        has_rules = reached and mode.has_module_rules and bool(dict(mode.policies)[device_type].modules)
         self.begin_rules = begin_rules if has_rules else None
         # Whether operators reach the mode: also if this region is disabled inside one of another device type.
-        self.active = enabled or (
+        self.active = reached or (
             mode.policy is None and any(_is_enabled(other) for other, _ in mode.policies if other != device_type)
         )
 
-    def leave(self, *, last: bool) -> None:
-        """Restore the state; `last`: no other region is open in this thread. May be repeated."""
+    def leave(self, stack: OpenRegions) -> None:
+        """Restore the state. May be repeated."""
+        last = len(stack) == 1
         self.ended = True
         if self.end_rules is not None:
             self.end_rules(self.failed)
@@ -161,11 +167,11 @@ class Entry:
             self.counted = False
             if _decrement() <= 0 or (last and not self.old_enabled):
                 clear_torch_cache()
-        spec, active = self.spec, self.active
-        _set_enabled(spec.device_type, self.old_enabled)
-        if spec.dtype is not self.old_dtype:
-            _set_dtype(spec.device_type, self.old_dtype)
-        if spec.cache_enabled is not self.old_cache_flag:
+        active = self.active
+        _set_enabled(self.device_type, self.old_enabled)
+        if self.dtype is not self.old_dtype:
+            _set_dtype(self.device_type, self.old_dtype)
+        if self.cache_enabled is not self.old_cache_flag:
             _set_cache_flag(self.old_cache_flag)
         if active and not self.was_included:
             set_included(self.key, False)
@@ -174,22 +180,22 @@ class Entry:
         if self.muted_key is not None:
             set_excluded(self.muted_key, False)
         if self.old_mark is not (self.mode.mark if active else ()):
-            policy_mark.write(self.old_mark)
+            policy_mark.write(stack, self.old_mark)
         put_in_tls(TLS_NAME, self.outer_mode or self.mode.closed_copy or self.mode.closed())
         if self.own_cache is not None:
             self.own_cache.leave()
-        elif last and spec.cache is None:
+        elif last and self.spec.cache is None:
             self.cache.clear()
 
 
-def _new_cache(capture: bool) -> RegionCache:
+def _new_cache(stack: OpenRegions, capture: bool) -> RegionCache:
     """A cache for a region without a user's: the thread's, or one of its own while a CUDA graph is captured."""
     if capture:
         cache = RegionCache()
         cache.in_capture = True
         return cache
-    thread.cache = thread.cache or RegionCache()
-    return thread.cache
+    stack.cache = stack.cache or RegionCache()
+    return stack.cache
 
 
 def _mode(
@@ -203,7 +209,7 @@ def _mode(
     One is made for each cache and set of policies, and made again after `register_op` has changed the rules.
     """
     by_device_type = {} if outer_mode is None else dict(outer_mode.policies)
-    policy = policy or by_device_type.get(device_type) or NAMED_POLICIES["default", device_type]
+    policy = policy or by_device_type.get(device_type) or DEFAULT_POLICIES[device_type]
     by_device_type[device_type] = policy
     policies = tuple(by_device_type.items())
     modes = _uncached_modes if cache is None else cache.modes
@@ -223,6 +229,7 @@ def _mode(
 
 
 def push(
+    stack: OpenRegions,
     spec: RegionSpec,
     begin_rules: BeginRules | None = None,
     frame: FrameType | None = None,
@@ -235,13 +242,13 @@ def push(
     recomputes of checkpoints.
 
     Args:
+        stack: this thread's regions, `thread.regions`.
         spec: the region.
         begin_rules: called last if the region's policy has rules for modules.
         frame: the frame of the compiled graph that enters the region, if one does.
         recomputes: operators reach the region even if autocast is off in it, because torch's checkpoint turns autocast
             on afterwards where it was on in the forward.
     """
-    stack = thread.regions
     if stack:
         leave_ended(stack)
     depth = len(stack)
@@ -254,18 +261,19 @@ def push(
         put_in_tls(TLS_NAME, entry.mode)
         mark = entry.mode.mark if active else ()
         if mark is not entry.old_mark:
-            policy_mark.write(mark)
+            policy_mark.write(stack, mark)
         if active and not entry.was_included:
             set_included(entry.key, True)
         if entry.was_excluded is active:
             set_excluded(entry.key, not active)
         if entry.muted_key is not None:
             set_excluded(entry.muted_key, True)
-        _set_enabled(spec.device_type, spec.enabled)
-        if spec.dtype is not entry.old_dtype:
-            _set_dtype(spec.device_type, spec.dtype)
-        if spec.cache_enabled is not entry.old_cache_flag:
-            _set_cache_flag(spec.cache_enabled)
+        if entry.enabled is not entry.old_enabled:
+            _set_enabled(entry.device_type, entry.enabled)
+        if entry.dtype is not entry.old_dtype:
+            _set_dtype(entry.device_type, entry.dtype)
+        if entry.cache_enabled is not entry.old_cache_flag:
+            _set_cache_flag(entry.cache_enabled)
         entry.counted = True
         _increment()
         if entry.begin_rules is not None:
@@ -275,19 +283,18 @@ def push(
         raise
 
 
-def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
-    """Leave a region, and the regions of modules inside it.
+def pop(stack: OpenRegions, spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
+    """Leave a region of this thread, and the regions of modules inside it.
 
     Raises `RegionOrderError` if the region is not open, or not the innermost. If an exception of type `exc_type` ends
     the region, it ends all regions inside too, and nothing is raised: a signal handler may have raised it while one of
     those was being left. `GeneratorExit` and `CancelledError` do not come from signal handlers; they end generators and
     tasks, and other code may have opened the regions inside.
     """
-    stack = thread.regions
-    if stack and stack[-1].spec is spec and not stack[-1].ended:  # the usual case
-        entry = stack[-1]
+    entry = stack[-1] if stack else None
+    if entry is not None and entry.spec is spec and not entry.ended:  # the usual case
         entry.failed = exc_type is not None
-        entry.leave(last=len(stack) == 1)
+        entry.leave(stack)
         if stack and stack[-1] is entry:
             stack.pop()
         if stack and stack[-1].ended:
@@ -307,20 +314,20 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
         leave_down_to(stack, depth)
 
 
-def leave_down_to(stack: list[Entry], depth: int) -> None:
+def leave_down_to(stack: OpenRegions, depth: int) -> None:
     """Leave the innermost regions until `depth` are open, and those below them that have ended."""
     while len(stack) > depth or (stack and stack[-1].ended):
         entry = stack[-1]
         try:
-            entry.leave(last=len(stack) == 1)
+            entry.leave(stack)
         except BaseException:  # an interrupt, or a warning of module rules as an error: restore the rest
-            entry.leave(last=len(stack) == 1)
+            entry.leave(stack)
             raise
         if stack and stack[-1] is entry:
             stack.pop()
 
 
-def leave_ended(stack: list[Entry]) -> None:
+def leave_ended(stack: OpenRegions) -> None:
     """Leave the innermost regions that have ended, or that an exception has ended with the graph that entered them."""
     while stack:
         frame = stack[-1].frame
@@ -349,7 +356,7 @@ def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
             for device_type, policy in policies:
                 dtype, enabled = _dtype_of(device_type), _is_enabled(device_type)
                 spec = RegionSpec(device_type, dtype, enabled, cached, policy, of_module=of_module)
-                push(spec, begin_rules, recomputes=True)
+                push(stack, spec, begin_rules, recomputes=True)
             return function(*args, **kwargs)
         finally:
             leave_down_to(stack, depth)

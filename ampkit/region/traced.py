@@ -69,8 +69,8 @@ def enter_region(
         policy, of_module = thread.announced.pop(0)
         if policy.text == policy_text:  # else the trace began again before it came here
             spec = spec._replace(policy=policy, of_module=of_module)
-    push(spec, frame=caller if runs_a_graph(caller) else None)
-    if translator is not None and thread.mark:
+    push(stack, spec, frame=caller if runs_a_graph(caller) else None)
+    if translator is not None and stack.mark:
         trace_backward_as_eager()
 
 

@@ -18,7 +18,7 @@ def _nothing_left_behind() -> Iterator[None]:
         torch._dynamo.reset()
     yield
     assert [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)] == []
-    assert (thread.regions, thread.modules, thread.module_lookup, thread.mark) == ([], [], None, ())
+    assert (thread.regions, thread.modules, thread.module_lookup, thread.regions.mark) == ([], [], None, ())
     assert not hooked._global_forward_pre_hooks
     assert not hooked._global_forward_hooks
     assert torch.compiler.config.cache_key_tag == ""
