@@ -48,7 +48,7 @@ def cast_inputs(args: Any, kwargs: Any, device_type: str) -> tuple[Any, Any]:
         is_16_bit = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
         return tensor.float() if is_16_bit and tensor.device.type == device_type else tensor
 
-    return map_tensors(args, to_float32), map_tensors(kwargs, to_float32)
+    return tuple([map_tensors(each, to_float32) for each in args]), kwargs and map_tensors(kwargs, to_float32)
 
 
 def region_for(policy: Policy, precision: Any) -> RegionSpec:
