@@ -332,7 +332,7 @@ class _Float8Forms(_Casts):
 
 
 class RegionCache:
-    """The casts of a thread's regions that were given no cache. Holds no weight, and never synchronizes."""
+    """The casts of a thread's regions that were given no cache. Holds nothing between regions; never synchronizes."""
 
     across_regions = False  # whether a later region may use its casts
 
