@@ -110,13 +110,13 @@ def verdict(model: Model, seed: int, n_steps: int, warm_up: int) -> dict[str, An
     for _ in train(model, module, batches[:warm_up], lambda: reference(model)):
         pass
     shadow = compare_precision(lambda: next(train(model, module, batches[warm_up:], lambda: region(model, module))))
-    named = [path for path, change in shadow.loss_changes.items() if change > shadow.largest_harmless_change]
-    module, batches = drawn(model, seed, max(warm_up, n_steps))
+    named = [path for path in shadow.fragile if path]
+    module, batches = drawn(model, seed, max(warm_up, 3 * n_steps))
 
     def steps() -> Iterator[float]:
         return train(model, module, batches, lambda: region(model, module))
 
-    report = rehearse(steps, module, n_steps=n_steps, warm_up=warm_up, progress=False)
+    report = rehearse(steps, module, n_steps=n_steps, warm_up=warm_up)
     right = bool(set(report.places) & set(model.place)) if model.place else not report
     return {
         "right": right,
@@ -124,6 +124,8 @@ def verdict(model: Model, seed: int, n_steps: int, warm_up: int) -> dict[str, An
         "error": _rounded(report.error),
         "places": report.places,
         "left": _rounded(report.left),
+        "undecided": report.undecided,
+        "pairs": [report.pairs, report.after],
         "steps": report.steps,
         "named": named[:3],
         "changes": {path: _rounded(change) for path, change in list(shadow.loss_changes.items())[:2]},

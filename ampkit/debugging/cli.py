@@ -25,7 +25,7 @@ from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.rehearsal import judge
-from ampkit.debugging.rehearse_script import AGAINST, ScriptTrainings, run_task
+from ampkit.debugging.rehearse_script import AGAINST, run_task, script_trainings
 from ampkit.debugging.report import NonFiniteError, Report
 from ampkit.debugging.run_record import record_run
 from ampkit.debugging.verify import applied, verify
@@ -178,8 +178,7 @@ def _rehearse(options: Any) -> tuple[Report, str]:
     _check_script(options.script)
     if options.steps < 1:
         raise ValueError("--steps is 0; expected 1 or more")
-    trainings = ScriptTrainings(options.script, options.arguments, options.against, options.steps)
-    report = judge(trainings, lambda: None)
+    report = judge(script_trainings(options.script, options.arguments, options.against, options.steps), lambda: 0)
     text = str(report)
     report.incomplete = _INTERRUPT if report.incomplete else ""
     return report, text

@@ -51,8 +51,8 @@ def compare_precision(
     creates in 16 bits (`arange`, `full`) are created in `reference` too. Tensors that were in 16 bits before it are
     their own reference, and listed in `report.given`. Operators of the optimizer are not compared.
 
-    `report.loss_changes` has how much the rounding of each module alone is expected to change the loss: in nats for a
-    cross entropy. Where that is large, gradients are a third off, or an update is rounded away, `suggestion` has a
+    `report.loss_changes` has how much the rounding of each module alone is expected to raise the loss, as a share of it.
+    Where that is above 1 %, gradients are a third off, or an update is rounded away, `suggestion` has a
     change or advice. With a `model`, a change is tried by running the step again from the same state, and suggested
     only if it halves the change of the loss, or the error. Afterwards the state is what the first run left. A module's
     result that has lost precision and needs no gradient, such as one of positions, is made to require one.
@@ -100,7 +100,7 @@ def compare_precision(
         measured, before_it, after = "the error is", report.error, trial.report.error
         origin = report.error_origin()
         if origin is not None and origin.module in report.fragile:
-            measured = f"the rounding of {origin.module or 'no module'} is expected to change the loss by"
+            measured = f"the expected rise of the loss by the rounding of {origin.module or 'no module'} is"
             before_it, after = (each.loss_changes.get(origin.module, 0.0) for each in (report, trial.report))
         evidence = f"with it {measured} {after:.2g} instead of {before_it:.2g}"
         return change, bool(trial.report.gradients) and after < before_it / 2, evidence
@@ -147,12 +147,13 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         if not self.report.gradients:
             self._collect_gradients()
         self.report.scale = self.scale or 1.0
-        self.report.loss_changes = self.changes.changes(self.report.scale)
+        self.report.loss_changes = self.changes.changes()
 
     def _begin(self, stack: ExitStack) -> None:
         super()._begin(stack)
         stack.enter_context(register_module_forward_pre_hook(self._module_starts))
         stack.enter_context(register_module_forward_hook(self._module_ends, always_call=True))
+        stack.enter_context(self.changes.keywords())
 
     def _module_starts(self, module: Module, args: Any) -> Any:
         running = None if torch.compiler.is_compiling() else self.modules.current()
@@ -202,7 +203,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             scale = self.scale or 1.0
             self.report.loss = float(inputs[0].detach()) / scale
             self.report.reference_loss = float(self.copies.read(inputs[0])) / scale
-            self.changes.backward_starts(inputs[0])
+            self.changes.backward_starts(inputs[0], scale)
         written = facts.written(args, kwargs)
         refusal = _OPTIMIZER if call.phase == "optimizer" else why_not_again(facts, func, args, kwargs)
         if not refusal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,15 +14,24 @@ from ampkit.engine.thread_state import thread
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import RegionSpec
+from ampkit.region.arguments import NAMED_POLICIES, RegionSpec
 from ampkit.region.autocast import autocast
+from ampkit.torch_internals.operator_tracing import current_node
+
+
+class _OfTorch(threading.local):
+    """The regions of `torch.autocast` that are open in this thread, and the ampkit regions in their place."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Any, autocast]] = []
 
 
 @contextmanager
 def replaced_regions(replace: Callable[[RegionSpec], RegionSpec]) -> Iterator[None]:
     """A context in which each region that is entered is the one that `replace` makes of it, in all threads.
 
-    Regions of modules with rules are entered as the policy of the new region says.
+    Regions of modules with rules are entered as the policy of the new region says. In place of a `torch.autocast` an
+    ampkit region is entered, by torch's lists.
     """
     enter, leave = autocast.__enter__, autocast.__exit__
     given: dict[int, list[RegionSpec]] = {}  # by region, innermost last: one object may be entered again while open
@@ -44,12 +54,32 @@ def replaced_regions(replace: Callable[[RegionSpec], RegionSpec]) -> Iterator[No
             if given.get(id(region)):
                 region.spec = given[id(region)].pop()
 
-    vars_of: Any = autocast
-    vars_of.__enter__, vars_of.__exit__ = entered, left
+    torch_enter, torch_leave, of_torch = torch.autocast.__enter__, torch.autocast.__exit__, _OfTorch()
+
+    def torch_entered(region: Any) -> Any:
+        if current_node() is not None or len(thread.regions) != len(of_torch.open):
+            return torch_enter(region)  # in a recompute, or inside of an ampkit region, which has the policy
+        policy = NAMED_POLICIES["torch", region.device]
+        own = autocast(region.device, region.fast_dtype, region._enabled, region._cache_enabled, policy=policy)
+        of_torch.open.append((region, entered(own)))
+        return region
+
+    def torch_left(region: Any, *error: Any) -> Any:
+        if not of_torch.open or of_torch.open[-1][0] is not region:
+            return torch_leave(region, *error)
+        return left(of_torch.open.pop()[1], *error)
+
+    methods = {autocast: (entered, left), torch.autocast: (torch_entered, torch_left)}
+    _set_methods(methods)
     try:
         yield
     finally:
-        vars_of.__enter__, vars_of.__exit__ = enter, leave
+        _set_methods({autocast: (enter, leave), torch.autocast: (torch_enter, torch_leave)})
+
+
+def _set_methods(methods: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+    for owner, (enter, leave) in methods.items():
+        owner.__enter__, owner.__exit__ = enter, leave
 
 
 def policy_of(spec: RegionSpec) -> Policy:
@@ -86,7 +116,8 @@ def wider(policy: Policy, *, float8: bool) -> Any:
 
 def code_of(policy: Policy | None, device_type: str, paths: Iterable[str], value: Any, rules: str = "") -> str:
     """The code that gives modules of a region's policy one value; `policy` is the one that the user passes, if any."""
-    start = "policy" if policy is not None else f'Policy.default("{device_type}")'
+    named = "torch" if policy == NAMED_POLICIES["torch", device_type] else "" if policy is not None else "default"
+    start = f'Policy.{named}("{device_type}")' if named else "policy"
     shown = repr(value).replace("'", '"')
     modules = ", ".join(f'"{path}": {shown}' for path in paths)
     return f"policy = {start}{rules}.for_modules(model, {{{modules}}})"

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.rehearsal import Precision, RehearsalReport, StepFacts, move, step_result
+from ampkit.debugging.rehearsal import Precision, RehearsalReport, Run, StepFacts, move, step_result
 from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.rules import Rule
 
@@ -43,34 +43,33 @@ class Task:
     kept: list[str]
     seed: int | None
     steps: int  # optimizer steps of a training
-    n_backward: int | None = None  # calls of backward of a training, once known: skipped steps do not change it
+    n_backward: int | None  # calls of backward of a training, once known: skipped steps do not change it
 
 
-class ScriptTrainings:
-    """Trainings as runs of a script in fresh processes."""
+def script_trainings(script: str, arguments: Sequence[str], against: str | None, n_steps: int) -> Run:
+    """Trainings as runs of a script in fresh processes, for `judge`.
 
-    def __init__(self, script: str, arguments: Sequence[str], against: str | None, n_steps: int) -> None:
-        self.steps = 0
-        self._command = [script, *arguments]
-        self._against, self._n_steps = against, n_steps
-        self._n_backward: int | None = None
+    A run raises `RuntimeError` with the end of the script's errors if it does not come to a result.
+    """
+    n_backward: dict[int, int] = {}  # by length
 
-    def run(self, kind: str, cheap: bool = True, kept: Sequence[str] = (), seed: int | None = None) -> dict[str, Any]:
-        """Run the script. Raises `RuntimeError` with the end of its errors if it does not come to a result."""
+    def run(
+        kind: str, *, cheap: bool = True, kept: Sequence[str] = (), seed: int | None = None, length: int = 1
+    ) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
-            task = Task(kind, str(out), self._against, cheap, list(kept), seed, self._n_steps, self._n_backward)
+            task = Task(kind, str(out), against, cheap, list(kept), seed, n_steps * length, n_backward.get(length))
             command = [sys.executable, "-m", "ampkit", "debug", "rehearse", "--task", json.dumps(asdict(task))]
-            run = subprocess.run(
-                [*command, *self._command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-            )
+            command += [script, *arguments]
+            ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
             if not out.exists():
-                raise RuntimeError("the script did not come to a result: " + run.stderr.strip()[-2000:])
+                raise RuntimeError("the script did not come to a result: " + ended.stderr.strip()[-2000:])
             result = json.loads(out.read_text(encoding="utf-8"))
         if kind == "losses":
-            self._n_backward = self._n_backward or len(result["losses"])
-        self.steps += {"facts": 1, "ranking": self._n_steps}.get(kind) or len(result["losses"])
+            n_backward.setdefault(length, len(result["losses"]))
         return result
+
+    return run
 
 
 def run_task(
@@ -99,9 +98,10 @@ def run_task(
             run_under(training)
             if not training.losses:
                 raise RuntimeError("the script calls no backward; expected a script that trains")
-            result: dict[str, Any] = {"losses": training.losses}
+            result: dict[str, Any] = {"losses": training.losses, "steps": len(training.losses)}
         else:
             result = step_result(task.kind, precision, None, task.kept, run_step)
+            result["steps"] = 1 if task.kind == "facts" else task.steps
     Path(task.out).write_text(json.dumps(result), encoding="utf-8")
     return RehearsalReport()
 

@@ -19,7 +19,7 @@ Status = Literal["clean", "found", "inconclusive"]
 Grade = Literal["wrong", "lost", "note"]
 _GRADES: dict[str, str] = {"wrong": "certainly wrong", "lost": "numbers are lost", "note": "worth knowing"}
 VERSION = 1
-LARGEST_HARMLESS_CHANGE = 0.01  # of a loss of 3 or less, expected from the rounding of one module
+LARGEST_HARMLESS_CHANGE = 0.01  # a share of the loss, expected from the rounding of one module
 COMPILED = (
     "compiled functions run eagerly here: if the loss of your compiled run is finite and right, this report "
     "does not apply to that run"
@@ -519,7 +519,7 @@ class PrecisionReport(Report):
     operators: list[OperatorError] = field(default_factory=list)
     gradients: dict[str, GradientError] = field(default_factory=dict)  # by parameter
     results: list[float] = field(default_factory=list)  # the errors of the tensors that the step returned
-    loss_changes: dict[str, float] = field(default_factory=dict)  # expected from the rounding of each module, by path
+    loss_changes: dict[str, float] = field(default_factory=dict)  # shares of the loss, expected from the rounding of modules
     lost_updates: list[LostUpdate] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)  # operators that have no reference of their own, and why
     given: dict[str, str] = field(default_factory=dict)  # tensors in 16 bits from before the step: dtype by name
@@ -539,14 +539,8 @@ class PrecisionReport(Report):
 
         Code outside of modules has no name. Its change is one sample and no expectation: it counts from 5 % on.
         """
-        limit = self.largest_harmless_change
-        outside = max(limit, 0.05 * abs(self.reference_loss or 0.0))
-        return {name: change for name, change in self.loss_changes.items() if change > (limit if name else outside)}
-
-    @property
-    def largest_harmless_change(self) -> float:
-        """The largest expected change of the loss that is no finding."""
-        return LARGEST_HARMLESS_CHANGE * max(1.0, abs(self.reference_loss or 0.0) / 3)
+        limit = LARGEST_HARMLESS_CHANGE
+        return {name: change for name, change in self.loss_changes.items() if change > (limit if name else 0.05)}
 
     @property
     def gradient_error(self) -> float:
@@ -644,8 +638,8 @@ class PrecisionReport(Report):
         lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
         if self.fragile:
             first = list(self.fragile.items())[:3]
-            changes = [f"{change:.2g} by the rounding in {name or 'no module'}" for name, change in first]
-            lines.append(f"  loss      changes by about {', '.join(changes)}")
+            changes = [f"{100 * change:.2g} % by the rounding in {name or 'no module'}" for name, change in first]
+            lines.append(f"  loss      rises by about {', '.join(changes)}")
         rounded = _worst(self.operators, lambda call: call.local)
         if rounded is not None:
             how = "overflow  by" if math.isinf(rounded.local) else f"rounded   {rounded.local:.2g} by"

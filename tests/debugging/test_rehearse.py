@@ -52,13 +52,14 @@ def training(model: nn.Module, dtype: torch.dtype = B16, policy: Policy | None =
 
 
 def judged(steps: Steps, model: nn.Module, policy: Policy | None = None, **options: Any) -> Any:
-    return rehearse(steps, model, policy, **{"n_steps": 4, "warm_up": 2, "progress": False, **options})
+    return rehearse(steps, model, policy, **{"n_steps": 4, "warm_up": 2, **options})
 
 
 def test_a_fragile_module_is_found_and_the_policy_closes_the_gap() -> None:
     model = fragile()
     report = judged(training(model), model)
-    assert report.gap > report.bar > report.error > 0
+    assert report.gap > report.bar > 0.01
+    assert report.error > 0
     assert report.gap > 1
     assert report.places == ["1"]
     assert report.left < 0.05
@@ -199,7 +200,7 @@ def test_what_cannot_be_judged_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(ValueError, match=r"does not do the same each time: its first loss is .*, and then "):
         judged(other_batches, model)
-    with pytest.raises(ValueError, match=r"no product is computed in the cheaper format: .*region of ampkit.autocast"):
+    with pytest.raises(ValueError, match=r"no product is computed in the cheaper format: .*an autocast region"):
         judged(without_region, model)
     with pytest.raises(ValueError, match=r"steps\(\) yields nothing; expected the loss of each step"):
         judged(lambda: iter(()), model)
