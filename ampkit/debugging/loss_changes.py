@@ -175,7 +175,9 @@ def _n_terms(loss: Tensor) -> int:
     for node in nodes:  # breadth first
         target, numel = getattr(node, "_saved_target", None), getattr(node, "_saved_self_sym_numel", None)
         weight = getattr(node, "_saved_total_weight", None)  # of a cross entropy: without targets that are ignored
-        found = float(weight) if weight is not None and float(weight) else target.numel() if target is not None else numel
+        found = (
+            float(weight) if weight is not None and float(weight) else target.numel() if target is not None else numel
+        )
         if found or len(nodes) > 100:
             return round(found or 0)
         nodes += [following for following, _ in getattr(node, "next_functions", ()) if following is not None]

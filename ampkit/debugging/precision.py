@@ -51,7 +51,7 @@ def compare_precision(
     creates in 16 bits (`arange`, `full`) are created in `reference` too. Tensors that were in 16 bits before it are
     their own reference, and listed in `report.given`. Operators of the optimizer are not compared.
 
-    `report.loss_changes` has how much the rounding of each module alone is expected to raise the loss, as a share of it.
+    `report.loss_changes` has by which share of it the loss is expected to rise by the rounding of each module alone.
     Where that is above 1 %, gradients are a third off, or an update is rounded away, `suggestion` has a
     change or advice. With a `model`, a change is tried by running the step again from the same state, and suggested
     only if it halves the change of the loss, or the error. Afterwards the state is what the first run left. A module's

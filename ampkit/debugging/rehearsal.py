@@ -1,7 +1,8 @@
 """`rehearse`: whether low precision costs a training anything, by short trainings in pairs; and what to keep out.
 
-A pair is one training under the policy and one in the reference, with the same weights and batches. Pairs from slightly
-different weights give the gap of their losses, and its error. Longer trainings follow only where something is suspected.
+A pair is one training under the policy and one in the reference, with the same weights and batches. Pairs that begin
+with slightly different weights give the gap of their losses, and its error. Longer trainings follow only where
+something is suspected.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def rehearse(
     policy that has none. Three pairs start from slightly different weights, and give the gap of the losses in the
     second half of the steps, and its error. Where the gap is not outside of its error, and it may be above 1 % or the
     rounding of a module is expected to raise the loss by as much, three pairs are trained three times as long, then two
-    more. Where the true gap is 0, these three looks together find one in 5 % of the cases at most (Student's t with 2.5,
+    more. Where the true gap is 0, these looks together find one in 5 % of the cases at most (Student's t with 2.5,
     1.25 and 1.25 %). Where there is a gap, modules with the largest expected rise of the loss are kept out, and the
     training without them is tried the same way.
 
@@ -238,13 +239,15 @@ class _Judge:
         for seed in range(1 + len(self._gaps), 1 + pairs):
             reference = self._loss(cheap=False, seed=seed, length=length)
             if not math.isfinite(reference):
-                raise ValueError("the loss of the reference is not finite: ampkit.debugging.find_nonfinite finds out why")
+                raise ValueError(
+                    "the loss of the reference is not finite: ampkit.debugging.find_nonfinite finds out why"
+                )
             self._references.append(reference)
             self._gaps.append(self._loss(seed=seed, length=length) - reference)
             report.pairs, report.loss = seed, abs(statistics.mean(self._references)) or 1.0
             report.gap, report.error, bar = _gap(self._gaps, report.loss, n_errors)
+            report.bar = bar if seed == pairs else math.inf
             _say(f"pair {seed}: {_percent(report.gap)} +- {100 * report.error:.1f} % after {report.after} steps")
-        report.bar = bar
 
     _length = 0  # of the pairs
 
@@ -433,8 +436,8 @@ def step_result(
     """What a rehearsal asks of one step, which `run` takes under a tool.
 
     For "facts" the share of multiplications in the cheaper format, the bytes that backward keeps, and the code of the
-    policy; for "ranking" modules by what their rounding is expected to change, the most first, and those of which a rise
-    of the loss is expected.
+    policy; for "ranking" modules by the rise of the loss that is expected of their rounding, the largest first, and
+    those of which it is large.
     """
     if kind == "facts":
         facts = StepFacts(model)

@@ -519,7 +519,9 @@ class PrecisionReport(Report):
     operators: list[OperatorError] = field(default_factory=list)
     gradients: dict[str, GradientError] = field(default_factory=dict)  # by parameter
     results: list[float] = field(default_factory=list)  # the errors of the tensors that the step returned
-    loss_changes: dict[str, float] = field(default_factory=dict)  # shares of the loss, expected from the rounding of modules
+    loss_changes: dict[str, float] = field(
+        default_factory=dict
+    )  # shares of the loss, expected from the rounding of modules
     lost_updates: list[LostUpdate] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)  # operators that have no reference of their own, and why
     given: dict[str, str] = field(default_factory=dict)  # tensors in 16 bits from before the step: dtype by name

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, Policy, Rule, autocast, record_casts
 from ampkit.debugging import cli, rehearse, rehearse_script
+from ampkit.debugging.regions import replaced_regions
+from ampkit.debugging.rehearsal import RehearsalReport, judge
 from benchmarks.fragile_models import DifferenceNorm
 from tests.helpers.float8 import policy as float8_policy
 
@@ -186,6 +189,84 @@ def test_a_loss_that_is_not_finite_is_an_infinite_gap() -> None:
     assert "the loss is not finite" in str(report)
     assert report.status == "found"
     assert json.loads(report.to_json())["gap"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("gaps", "looks", "verdict"),
+    [
+        ([0.05, 0.06, 0.05], 1, "low precision costs +5.3 %"),
+        ([0.001, 0.0, 0.001], 1, "nothing to keep: low precision costs +0.1 %"),
+        ([0.02, 0.0, -0.01, 0.05, 0.06, 0.05], 2, "low precision costs +5.3 %"),
+        ([0.02, 0.0, -0.01, 0.001, 0.0, 0.001], 2, "nothing to keep: low precision costs +0.1 %"),
+        ([0.02, 0.0, -0.01, 0.05, 0.08, 0.05, 0.06, 0.05], 3, "low precision costs +5.8 %"),
+        ([0.02, 0.0, -0.01, 0.02, 0.0, -0.01, 0.03, 0.02], 3, "not decided: the gap after 12 steps is +1.2 %"),
+    ],
+)
+def test_it_looks_longer_only_where_something_is_suspected(gaps: list[float], looks: int, verdict: str) -> None:
+    report, taken = judged_gaps(gaps, {})
+    assert str(report).startswith(verdict)
+    assert bool(report) is verdict.startswith("low")
+    assert (report.undecided, report.status == "clean") == ("not decided" in verdict, not report)
+    assert taken == [4] * 6 + [12] * {1: 0, 2: 6, 3: 10}[looks]
+
+
+def test_a_suspect_is_looked_at_longer_and_named_if_that_does_not_decide() -> None:
+    report, taken = judged_gaps([0.0, 0.0, 0.0, 0.001, 0.0, 0.001], {"rope": 0.3})
+    assert str(report).startswith("nothing to keep")
+    assert taken == [4] * 6 + [12] * 6
+    report, taken = judged_gaps([0.0, 0.0, 0.0, 0.02, 0.0, -0.01, 0.03, 0.02], {"rope": 0.3, "head": 0.1})
+    expected = "suspected, not decided: rope is expected to raise the loss by 30.0%; the gap after 12 steps is +1.2 %"
+    assert str(report).startswith(expected)
+    assert (report.status, bool(report), report.suspects) == ("clean", False, {"rope": 0.3, "head": 0.1})
+
+
+def judged_gaps(gaps: list[float], suspects: dict[str, float]) -> tuple[RehearsalReport, list[int]]:
+    """The verdict about pairs with these gaps, and the length of each training."""
+    left, taken = iter(gaps), list[int]()
+
+    def run(kind: str, *, cheap: bool = True, length: int = 1, **kept: Any) -> dict[str, Any]:
+        if kind == "losses":
+            taken.append(4 * length)
+            return {"losses": [1.0 + (next(left) if cheap else 0.0)] * taken[-1], "steps": taken[-1]}
+        return {"share": 1.0, "saved": 1, "code": "", "ranking": [], "suspects": suspects, "steps": 1}
+
+    return judge(run, lambda: 0), taken
+
+
+def test_regions_of_torch_are_judged_too() -> None:
+    """By torch's lists, which have their own code; a recompute has the region of its forward."""
+    model, bits = fragile(), list[float]()
+
+    def steps() -> Iterator[float]:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(6):
+            x = torch.randn(32, 16)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", B16):
+                h = checkpoint(lambda x: model[1](model[0](x)), x.requires_grad_(), use_reentrant=False)
+                with torch.autocast("cpu", enabled=False):
+                    inside = torch.ones(2, 2) @ torch.ones(2, 2)
+                loss = (model[2](h).float() - x).square().mean()
+            assert inside.dtype is torch.float32
+            loss.backward()
+            optimizer.step()
+            bits.append(loss.item())
+            yield loss.item()
+
+    list(steps())
+    model, plain = fragile(), list(bits)
+    enter = torch.autocast.__enter__
+    report = judged(steps, model)
+    assert report.change == 'policy = Policy.torch("cpu").for_modules(model, {"1": torch.float32})'
+    assert report.left is not None
+    assert report.left < 0.05 < report.gap
+    assert torch.autocast.__enter__ is enter
+    bits.clear()
+    with replaced_regions(lambda spec: spec):
+        torch.manual_seed(0)
+        model = fragile()
+        list(steps())
+    assert bits == plain
 
 
 def test_what_cannot_be_judged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
