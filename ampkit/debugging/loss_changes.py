@@ -58,7 +58,6 @@ class LossChanges:
         """Begin another step."""
         self._step_copies = step_copies
         self._squares: dict[str, list[Tensor]] = {}  # by module: the terms of its sum
-        self._outside: list[Tensor] = []  # errors of operators outside of modules
         self._n_terms, self._loss, self._n_backward = 0, 1.0, 0
 
     def changes(self) -> dict[str, float]:
@@ -67,8 +66,6 @@ class LossChanges:
         `""` is code outside of modules, whose change is measured. Synchronizes with the device.
         """
         shares = {name: sum(map(float, terms)) / (self._n_backward or 1) for name, terms in self._squares.items()}
-        if self._outside:
-            shares[""] = sum(map(float, self._outside)) / self._n_backward
         shares = {name: math.inf if math.isnan(share) else share for name, share in shares.items() if share}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
@@ -114,12 +111,15 @@ class LossChanges:
         self._n_terms = _n_terms(loss)
         self._loss = max(abs(float(self._step_copies.read(loss))), _SMALLEST_LOSS * scale)
         if self.copies.has_copy(loss):
-            self._outside.append((loss.detach().double() - self.copies.read(loss)).abs() / self._loss)
+            self._add("", (loss.detach().double() - self.copies.read(loss)).abs() / self._loss)
 
     def _calls(self) -> list[tuple[str, _Copies]]:
         if not hasattr(self._running, "calls"):
             self._running.calls = [("", _Copies(self.reference, self._shared))]
         return self._running.calls
+
+    def _add(self, name: str, square: Tensor) -> None:
+        self._squares.setdefault(name, []).append(square)
 
     def _inputs(self, values: Any) -> Any:
         name, copies = self._calls()[-1]
@@ -164,7 +164,7 @@ class LossChanges:
                 squares = ((slope * error).double().sum(1) / self._loss).square()
                 n_terms = self._n_terms or len(gradient.reshape(-1, gradient.shape[-1] if gradient.dim() > 1 else 1))
                 all_rows = gradient.numel() / error.numel()
-                self._squares.setdefault(name, []).append(squares.sum() * all_rows * n_terms / 2)
+                self._add(name, squares.sum() * all_rows * n_terms / 2)
 
         return note
 

@@ -19,13 +19,6 @@ from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operator_tracing import current_node
 
 
-class _OfTorch(threading.local):
-    """The regions of `torch.autocast` that are open in this thread, and the ampkit regions in their place."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[Any, autocast]] = []
-
-
 @contextmanager
 def replaced_regions(replace: Callable[[RegionSpec], RegionSpec]) -> Iterator[None]:
     """A context in which each region that is entered is the one that `replace` makes of it, in all threads.
@@ -54,32 +47,41 @@ def replaced_regions(replace: Callable[[RegionSpec], RegionSpec]) -> Iterator[No
             if given.get(id(region)):
                 region.spec = given[id(region)].pop()
 
-    torch_enter, torch_leave, of_torch = torch.autocast.__enter__, torch.autocast.__exit__, _OfTorch()
+    with _methods(autocast, entered, left), _torch_regions(entered, left):
+        yield
+
+
+@contextmanager
+def _torch_regions(entered: Callable[..., autocast], left: Callable[..., Any]) -> Iterator[None]:
+    """A context in which `torch.autocast` enters ampkit regions."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    of_thread = threading.local()  # `open`: torch's regions and those in their place, innermost last
 
     def torch_entered(region: Any) -> Any:
-        if current_node() is not None or len(thread.regions) != len(of_torch.open):
-            return torch_enter(region)  # in a recompute, or inside of an ampkit region, which has the policy
+        of_thread.open = opened = getattr(of_thread, "open", [])
+        if current_node() is not None or len(thread.regions) != len(opened):
+            return enter(region)  # in a recompute, or inside of an ampkit region, which has the policy
         policy = NAMED_POLICIES["torch", region.device]
         own = autocast(region.device, region.fast_dtype, region._enabled, region._cache_enabled, policy=policy)
-        of_torch.open.append((region, entered(own)))
+        opened.append((region, entered(own)))
         return region
 
     def torch_left(region: Any, *error: Any) -> Any:
-        if not of_torch.open or of_torch.open[-1][0] is not region:
-            return torch_leave(region, *error)
-        return left(of_torch.open.pop()[1], *error)
+        opened = getattr(of_thread, "open", [])
+        return left(opened.pop()[1], *error) if opened and opened[-1][0] is region else leave(region, *error)
 
-    methods = {autocast: (entered, left), torch.autocast: (torch_entered, torch_left)}
-    _set_methods(methods)
+    with _methods(torch.autocast, torch_entered, torch_left):
+        yield
+
+
+@contextmanager
+def _methods(owner: Any, enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
+    before = owner.__enter__, owner.__exit__
+    owner.__enter__, owner.__exit__ = enter, leave
     try:
         yield
     finally:
-        _set_methods({autocast: (enter, leave), torch.autocast: (torch_enter, torch_leave)})
-
-
-def _set_methods(methods: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-    for owner, (enter, leave) in methods.items():
-        owner.__enter__, owner.__exit__ = enter, leave
+        owner.__enter__, owner.__exit__ = before
 
 
 def policy_of(spec: RegionSpec) -> Policy:

@@ -98,15 +98,12 @@ class RehearsalReport(Report):
     def _verdict(self) -> str:
         gap = f"{_percent(self.gap or 0)} +- {100 * self.error:.1f} %"
         if self.undecided:
-            rises = ", ".join(f"{name} is expected to raise the loss by {rise:.1%}" for name, rise in self._first())
-            gap = f"not decided: {rises}{'; ' if rises else ''}the gap after {self.after} steps is {gap}"
-            return f"suspected, {gap}" if rises else gap
+            rises = [f"{name} is expected to raise the loss by {rise:.1%}; " for name, rise in self.suspects.items()]
+            start = f"suspected, not decided: {rises[0]}" if rises else "not decided: "
+            return f"{start}the gap after {self.after} steps is {gap}"
         costs = "low precision costs" if self else "nothing to keep: low precision costs"
         costs = "so far low precision costs" if self.incomplete and not self else costs
         return f"{costs} {gap} of the loss ({self.loss:.4g})"
-
-    def _first(self) -> list[tuple[str, float]]:
-        return list(self.suspects.items())[:1]
 
 
 def _percent(gap: float) -> str:
@@ -160,13 +157,8 @@ def rehearse(
 
         def steps():
             optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-            for x, y in batches:
-                optimizer.zero_grad()
-                with ampkit.autocast("cuda", torch.bfloat16):
-                    loss = loss_fn(model(x), y)
-                loss.backward()
-                optimizer.step()
-                yield loss.item()
+            for batch in batches:
+                yield train_step(model, optimizer, batch)
 
         print(debugging.rehearse(steps, model, policy))
     """
@@ -199,6 +191,7 @@ class _Judge:
 
     def __init__(self, run: Run, report: RehearsalReport) -> None:
         self._run, self._report = run, report
+        self._length = 0  # of the pairs
         self._references: list[float] = []  # losses at the end of each pair
         self._gaps: list[float] = []
 
@@ -214,9 +207,8 @@ class _Judge:
         report.suspects = ranking["suspects"]
         for look in _LOOKS:
             self._look(*look)
-            may_be_large = (report.gap or 0.0) + 2 * report.error > _SMALLEST_GAP
-            report.undecided = not report and may_be_large
-            if not report.undecided and (report or look != _LOOKS[0] or not report.suspects):
+            report.undecided = not report and (report.gap or 0.0) + 2 * report.error > _SMALLEST_GAP
+            if report or not (report.undecided or (look == _LOOKS[0] and report.suspects)):
                 break
         if report:
             self._keep(ranking["ranking"][:_MOST_PLACES])
@@ -248,8 +240,6 @@ class _Judge:
             report.gap, report.error, bar = _gap(self._gaps, report.loss, n_errors)
             report.bar = bar if seed == pairs else math.inf
             _say(f"pair {seed}: {_percent(report.gap)} +- {100 * report.error:.1f} % after {report.after} steps")
-
-    _length = 0  # of the pairs
 
     def _trial(self, kept: Sequence[str]) -> tuple[float, bool]:
         """The gap without some modules, and whether it is closed."""
@@ -442,8 +432,9 @@ def step_result(
     if kind == "facts":
         facts = StepFacts(model)
         run(facts)
-        saved = sum(facts.kept.values())
-        return {"share": facts.share(float8=precision.float8), "saved": saved, "code": precision.code(kept)}
+        cheap = facts.products[1] + (0 if precision.float8 else facts.products[2])
+        share = cheap / (sum(facts.products.values()) or 1)
+        return {"share": share, "saved": sum(facts.kept.values()), "code": precision.code(kept)}
     comparison = PrecisionComparison(model)
     run(comparison)
     report = comparison.report
@@ -467,7 +458,7 @@ class StepFacts(OperatorObserver[Report]):
 
     def __init__(self, model: Module | None) -> None:
         super().__init__(model, Report())
-        self._products = {1: 0, 2: 0, 4: 0, 8: 0}  # multiplications, by bytes of an operand's element
+        self.products = {1: 0, 2: 0, 4: 0, 8: 0}  # multiplications, by bytes of an operand's element
         self.kept: dict[int, int] = {}  # bytes by storage
         self.on_step: Callable[[], None] = lambda: None  # called when a step has ended
 
@@ -477,11 +468,6 @@ class StepFacts(OperatorObserver[Report]):
 
     def _step_ended(self, *, skipped: bool = False) -> None:
         self.on_step()
-
-    def share(self, *, float8: bool) -> float:
-        """The share of the multiplications in FP8, or in 16 bits or fewer."""
-        cheap = self._products[1] + (0 if float8 else self._products[2])
-        return cheap / (sum(self._products.values()) or 1)
 
     def _note(self, tensor: Tensor) -> Tensor:
         if not tensor.is_leaf or not tensor.requires_grad:
@@ -497,5 +483,5 @@ class StepFacts(OperatorObserver[Report]):
         elif func._overloadpacket in flop_registry:
             count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
         if count:
-            self._products[min(tensor.element_size() for tensor in tensors if tensor.is_floating_point())] += count
+            self.products[min(tensor.element_size() for tensor in tensors if tensor.is_floating_point())] += count
         return result

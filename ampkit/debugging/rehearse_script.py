@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,34 +32,21 @@ RULES = {rule.value.removeprefix("float8_"): rule for rule in Rule if rule.value
 AGAINST = tuple(f"fp8_{name}" for name in RULES)
 
 
-@dataclass
-class Task:
-    """What one process does: a training for its losses, or one step for its facts or for a ranking."""
-
-    kind: str  # "losses", "facts" or "ranking"
-    out: str  # the file for the result
-    against: str | None  # of `AGAINST`
-    cheap: bool
-    kept: list[str]
-    seed: int | None
-    steps: int  # optimizer steps of a training
-    n_backward: int | None  # calls of backward of a training, once known: skipped steps do not change it
-
-
 def script_trainings(script: str, arguments: Sequence[str], against: str | None, n_steps: int) -> Run:
     """Trainings as runs of a script in fresh processes, for `judge`.
 
     A run raises `RuntimeError` with the end of the script's errors if it does not come to a result.
     """
-    n_backward: dict[int, int] = {}  # by length
+    n_backward: dict[int, int] = {}  # calls of backward by length: steps that a scaler skips do not change it
 
     def run(
         kind: str, *, cheap: bool = True, kept: Sequence[str] = (), seed: int | None = None, length: int = 1
     ) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
-            task = Task(kind, str(out), against, cheap, list(kept), seed, n_steps * length, n_backward.get(length))
-            command = [sys.executable, "-m", "ampkit", "debug", "rehearse", "--task", json.dumps(asdict(task))]
+            task = {"kind": kind, "out": str(out), "against": against, "cheap": cheap, "kept": kept, "seed": seed}
+            task |= {"steps": n_steps * length, "n_backward": n_backward.get(length)}
+            command = [sys.executable, "-m", "ampkit", "debug", "rehearse", "--task", json.dumps(task)]
             command += [script, *arguments]
             ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
             if not out.exists():
@@ -79,7 +66,7 @@ def run_task(
 
     `run` runs the script under a context and returns why it did not run to its end, if it did not; `stop` ends it.
     """
-    task = Task(**json.loads(text))
+    task = SimpleNamespace(**json.loads(text))  # of `script_trainings`
     precision = Precision(None, _models, None if task.against is None else RULES[task.against.removeprefix("fp8_")])
 
     def run_under(tool: contextlib.AbstractContextManager[Any]) -> None:
@@ -117,7 +104,7 @@ def _models(paths: Sequence[str]) -> list[Module]:
 class _Training(check_loop):
     """Context that notes the loss of each backward, and changes the weights at the first step of each optimizer."""
 
-    def __init__(self, task: Task, stop: Callable[[], None]) -> None:
+    def __init__(self, task: Any, stop: Callable[[], None]) -> None:
         super().__init__()
         self.losses: list[float] = []
         self._task, self._stop = task, stop

@@ -179,6 +179,8 @@ def test_a_checkpoint_and_code_outside_of_modules() -> None:
         loss.backward()
 
     report = compare_precision(step)
+    assert report.loss
+    assert report.reference_loss
     assert report.loss_changes == {"": pytest.approx(abs(report.loss / report.reference_loss - 1), rel=1e-3)}
 
 
