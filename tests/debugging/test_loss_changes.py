@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ampkit import GradScaler, Policy, Rule, autocast
 from ampkit.debugging import compare_precision
+from ampkit.debugging.loss_changes import _n_terms
 from benchmarks.fragile_models import DifferenceNorm, Phases
 from tests.debugging.models import Middle
 from tests.helpers.float8 import policy as float8_policy
@@ -108,6 +109,29 @@ def test_an_input_by_keyword_leaves_the_module_that_made_it() -> None:
         model = nn.Sequential(Caller(keyword))
         found.append(compare_precision(stepped(model, batch), model).loss_changes["0"])
     assert found[0] == found[1] > 0
+
+
+CLASSES = torch.tensor([0, 2, -100, 1, 2])
+HALF = torch.full((5, 3), 0.5)
+LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "cross entropy with a target that is ignored": (lambda y: F.cross_entropy(y, CLASSES), 4),
+    "with label smoothing, scaled, beside a penalty": (
+        lambda y: 8 * (F.cross_entropy(y, CLASSES, label_smoothing=0.1) + 0.1 * (y * y).sum()),
+        4,
+    ),
+    "summed by hand": (lambda y: F.cross_entropy(y, CLASSES, reduction="none").sum() / 4, 5),
+    "squares": (lambda y: F.mse_loss(y, HALF), 15),
+    "a mean": (lambda y: (y - HALF).square().mean(), 15),
+    "a mean of means": (lambda y: (y - HALF).square().mean(1).mean(), 5),
+    "binary": (lambda y: F.binary_cross_entropy_with_logits(y, HALF), 15),
+    "not known": (lambda y: y.square().sum() / 7, 0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_number_of_terms_of_a_loss(name: str) -> None:
+    loss, expected = LOSSES[name]
+    assert _n_terms(loss(torch.randn(5, 3, requires_grad=True))) == expected
 
 
 def test_results_without_a_gradient_count_and_the_step_stays_the_same() -> None:
