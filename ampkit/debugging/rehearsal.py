@@ -98,8 +98,10 @@ class RehearsalReport(Report):
     def _verdict(self) -> str:
         gap = f"{_percent(self.gap or 0)} +- {100 * self.error:.1f} %"
         if self.undecided:
-            rises = [f"{name} is expected to raise the loss by {rise:.1%}; " for name, rise in self.suspects.items()]
-            start = f"suspected, not decided: {rises[0]}" if rises else "not decided: "
+            start = "not decided: "
+            for name, rise in list(self.suspects.items())[:1]:
+                by = f"{rise:.1%}" if rise < 1 else "more than 100 %"  # where a term of second order is no estimate
+                start = f"suspected, not decided: {name} is expected to raise the loss by {by}; "
             return f"{start}the gap after {self.after} steps is {gap}"
         costs = "low precision costs" if self else "nothing to keep: low precision costs"
         costs = "so far low precision costs" if self.incomplete and not self else costs
