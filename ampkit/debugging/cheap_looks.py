@@ -14,12 +14,12 @@ from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import Caller, find_caller
 from ampkit.debugging.causes import largest_finite, run_in_float64
 from ampkit.debugging.monitor import before_update, lost_share
-from ampkit.debugging.operator_calls import OperatorCall
+from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import converted_arguments, tensors_in
 from ampkit.debugging.report import Operation, Problem, Suggestion
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
-from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
+from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
 
 _SUMS = frozenset(
     f"{foreach}{name}"
@@ -77,16 +77,9 @@ class Sums:
         self._sums: StorageMap[_Sum] = StorageMap()
         self._found: dict[Site, _Drift] = {}
 
-    def operator_ran(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: dict[int, Tensor],
-        outputs: list[Tensor],
-    ) -> None:
-        """Look at an operator; `before` has copies of what it wrote in place."""
+    def operator_ran(self, ran: Ran) -> None:
+        """Look at an operator."""
+        call, outputs = ran.call, ran.outputs
         base = base_name(call)
         if call.phase != "forward" or base not in _SUMS or call.caller.code is None or not outputs:
             for output in outputs:
@@ -95,8 +88,7 @@ class Sums:
                 elif call.facts.mutable:
                     self._sums.discard(output)
             return
-        if before:
-            args, kwargs = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
+        args, kwargs = ran.arguments()
         if base.startswith("_foreach_"):
             index = max(range(len(outputs)), key=lambda i: outputs[i].numel())
             count, outputs = len(outputs), [outputs[index]]
@@ -122,20 +114,12 @@ class Sums:
                 new.made = call
             self._sums.set(output, new)
             return
-        self._sums.set(output, self._follow(call, func, args, kwargs, output, site, followed, sources))
+        item = ran._replace(args=args, kwargs=kwargs, outputs=outputs)
+        self._sums.set(output, self._follow(item, site, followed, sources))
 
-    def _follow(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Tensor,
-        site: Site,
-        followed: _Sum,
-        sources: dict[int, _Sum | None],
-    ) -> _Sum:
+    def _follow(self, ran: Ran, site: Site, followed: _Sum, sources: dict[int, _Sum | None]) -> _Sum:
         """The sum after a call that adds to it."""
+        call, func, args, kwargs, _, (output,), _ = ran
         result = _Sum((site, *[each for each in followed.sites if each != site][:3]), made=followed.made)
         small = output.numel() <= _MAX_SHADOW
         if output.dtype not in SIXTEEN_BIT and output.numel() > _MAX_FLOAT32:
@@ -328,17 +312,9 @@ class Roundings:
         self._in_backward: dict[Site, list[float]] = {}  # errors of the user's casts in backward, by 2-norm
         self._lines: dict[Site, Operation] = {}
 
-    def operator_ran(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: dict[int, Tensor],
-        outputs: list[Tensor],
-        ranges: list[tuple[float, float]],
-    ) -> Problem | None:
+    def operator_ran(self, ran: Ran) -> Problem | None:
         """Look at an operator; returns a problem if it rounds away what it is given."""
+        call, args, outputs = ran.call, ran.args, ran.outputs
         if call.phase == "backward" and not call.caller.outside and call.facts.name == "aten::_to_copy" and outputs:
             self._cast_in_backward(call, args[0], outputs[0])
         if call.phase != "forward" or not outputs:
@@ -348,10 +324,10 @@ class Roundings:
             return self._state(call, args)
         if base == "_to_copy":
             self._note_cast(args[0], output)
-        if output.dtype not in SIXTEEN_BIT or not ranges:
+        if output.dtype not in SIXTEEN_BIT or not ran.ranges:
             return None
         if base in _MAKE_SMALL:
-            found = self._zeros(call, func, args, kwargs, before, output, ranges[0])
+            found = self._zeros(ran)
             if found is not None:
                 return found
         return self._integers(call, base, output) if base in ("arange", "_to_copy") else None
@@ -423,18 +399,9 @@ class Roundings:
             step=self._observer.step,
         )
 
-    def _zeros(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: dict[int, Tensor],
-        output: Tensor,
-        extremes: tuple[float, float],
-    ) -> Problem | None:
+    def _zeros(self, ran: Ran) -> Problem | None:
         """Look at elements that are 0 where the exact result is not."""
-        low, high = extremes
+        call, func, args, kwargs, before, (output, *_), ((low, high), *_) = ran
         smallest, largest = torch.finfo(output.dtype).tiny, max(-low, high)
         is_subnormal = 0 < largest < smallest
         if not is_subnormal and (not low <= 0 <= high or (output.dtype is torch.bfloat16 and low != high)):
@@ -544,18 +511,10 @@ class Gradients:
         if self._before and any(output is parameter for output in outputs for parameter, _, _ in self._before[:1]):
             self._update = call.facts.name
 
-    def operator_ran(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: dict[int, Tensor],
-        outputs: list[Tensor],
-        ranges: list[tuple[float, float]],
-    ) -> None:
+    def operator_ran(self, ran: Ran) -> None:
         """Follow zeros through an operator of backward."""
-        for output, (low, high) in zip(outputs, ranges, strict=False):
+        call = ran.call
+        for output, (low, high) in zip(ran.outputs, ran.ranges, strict=False):
             if low != 0 or high != 0:
                 if call.facts.mutable:
                     self._zeros.discard(output)
@@ -563,18 +522,18 @@ class Gradients:
             known = next((zeros for zeros in map(self._zeros.get, call.tensors) if zeros is not None), None)
             if known is None:
                 operation = Operation(**self._observer._operation_fields(call), dtype=dtype_name(output.dtype))
-                changed = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
-                known = _Zeros(operation, *self._is_rounded(call, func, changed))
+                known = _Zeros(operation, *self._is_rounded(ran))
             self._zeros.set(output, known)
 
-    def _is_rounded(self, call: OperatorCall, func: OpOverload, before: Any) -> tuple[bool, bool]:
+    def _is_rounded(self, ran: Ran) -> tuple[bool, bool]:
         """Whether the exact result has elements other than 0, and whether they are more than rounding of the loss."""
+        call = ran.call
         if not any(tensor.dtype in SIXTEEN_BIT for tensor in call.tensors) and "_to_copy" not in call.facts.name:
             return False, False
         if call.facts.communicates or call.facts.opaque_state or call.facts.random:
             return False, False
         try:
-            size = sum(float(exact.abs().sum()) for exact in run_in_float64(func, call.facts, *before))
+            size = sum(float(exact.abs().sum()) for exact in run_in_float64(ran.func, call.facts, *ran.arguments()))
         except Exception:  # operators without float64 raise many kinds of errors
             return False, False
         losses = self._observer.losses

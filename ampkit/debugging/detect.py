@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampkit.containers import map_tensors
 from ampkit.debugging import causes
 from ampkit.debugging.nonfinite_origins import Event, Origin, broken_kinds, find_origins
-from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Ran
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
 from ampkit.debugging.replay import explain, maker_of_zero
@@ -138,21 +137,8 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         """Run an operator once and return its result."""
         return func(*args, **kwargs)
 
-    def _ran(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: dict[int, Tensor],
-        outputs: list[Tensor],
-        ranges: list[tuple[float, float]],
-    ) -> None:
-        """Called after an operator.
-
-        `before` has copies of what it wrote in place, by identity of the tensor, `outputs` the results that can be
-        read, and `ranges` their smallest and largest values, unless these mean nothing yet.
-        """
+    def _ran(self, ran: Ran) -> None:
+        """Called after an operator."""
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -187,7 +173,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
         inputs = tuple({index for indices in writers for index in indices or () if index in self._events})
         if not outputs:  # a comparison, an index, or a number on the host
-            self._ran(call, func, args, kwargs, kept, outputs, [])
+            self._ran(Ran(call, func, args, kwargs, kept, outputs))
             inputs = tuple(index for index in inputs if not self._events[index].scalar)  # loops often check a loss
             if inputs and isinstance(result, Tensor) and result.dtype is torch.bool:
                 self._events[self._next] = Event(self._next, call.phase, inputs)
@@ -203,16 +189,15 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
             finding = self._keep(event, call, outputs[0])
             finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
-            self._ran(call, func, args, kwargs, kept, outputs, [])
+            self._ran(Ran(call, func, args, kwargs, kept, outputs))
             return result
-        ranges = list(map(causes.extremes, outputs))
-        self._ran(call, func, args, kwargs, kept, outputs, ranges)
-        for low, high in ranges:
+        ran = Ran(call, func, args, kwargs, kept, outputs, list(map(causes.extremes, outputs)))
+        self._ran(ran)
+        for low, high in ran.ranges:
             event.note_range(low, high)
         if event.broken:
-            before = map_tensors((args, kwargs), lambda each: kept.get(id(each), each)) if kept else (args, kwargs)
             tensors = [_Input(kept.get(id(t), t), t, indices) for t, indices in zip(read, writers, strict=False)]
-            self._explain(event, call, func, before, tensors, outputs)
+            self._explain(event, ran, tensors)
         elif inputs:
             self._events[event.index] = event  # it absorbs a broken value
         return result
@@ -340,16 +325,9 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
 
     # --- why a result is broken
 
-    def _explain(
-        self,
-        event: Event,
-        call: OperatorCall,
-        func: OpOverload,
-        before: Any,
-        inputs: list[_Input],
-        outputs: list[Tensor],
-    ) -> None:
-        """Set the cause of a broken result; `before` has the arguments as they were before the call."""
+    def _explain(self, event: Event, ran: Ran, inputs: list[_Input]) -> None:
+        """Set the cause of a broken result."""
+        call, func, outputs, before = ran.call, ran.func, ran.outputs, ran.arguments()
         finding = self._keep(event, call, outputs[0])
         self._note_parameter(event, call, outputs)
         if any(index in self._left for each in inputs for index in each.writers or ()):

@@ -25,7 +25,7 @@ from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums,
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.find import try_changes
 from ampkit.debugging.nonfinite_origins import Event, absorbed
-from ampkit.debugging.operator_calls import OperatorCall
+from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison, compare_precision
 from ampkit.debugging.proposed_changes import advice, advice_on_precision
@@ -202,25 +202,16 @@ class Examination(detect_nonfinite):
         self.precision.scale = self.scale
         return self.precision._observe(call, func, args, kwargs)
 
-    def _ran(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: dict[int, Tensor],
-        outputs: list[Tensor],
-        ranges: list[tuple[float, float]],
-    ) -> None:
-        rounding = self._roundings.operator_ran(call, func, args, kwargs, before, outputs, ranges)
-        for problem in (self._casts.operator_ran(call, outputs), rounding):
+    def _ran(self, ran: Ran) -> None:
+        call = ran.call
+        for problem in (self._casts.operator_ran(call, ran.outputs), self._roundings.operator_ran(ran)):
             if problem is not None:
                 self.report.add_problem(problem)
-        self._sums.operator_ran(call, func, args, kwargs, before, outputs)
+        self._sums.operator_ran(ran)
         if call.phase == "backward":
-            self._gradients.operator_ran(call, func, args, kwargs, before, outputs, ranges)
+            self._gradients.operator_ran(ran)
         if call.phase == "optimizer" and call.facts.mutable:
-            self._gradients.parameters_written(call, outputs)
+            self._gradients.parameters_written(call, ran.outputs)
         if call.index % 256 == 0:
             self.on_operator()
 
@@ -302,17 +293,9 @@ class Examination(detect_nonfinite):
                 self._name_data(event.finding, tensor)
         return indices
 
-    def _explain(
-        self,
-        event: Event,
-        call: OperatorCall,
-        func: OpOverload,
-        before: Any,
-        inputs: list[Any],
-        outputs: list[Tensor],
-    ) -> None:
-        super()._explain(event, call, func, before, inputs, outputs)
-        finding = event.finding
+    def _explain(self, event: Event, ran: Ran, inputs: list[Any]) -> None:
+        super()._explain(event, ran, inputs)
+        call, finding = ran.call, event.finding
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
         why = ""
         if finding.cause.kind == "overflow" and call.phase == "forward" and not computed:

@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_caller
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
@@ -57,6 +58,24 @@ class OperatorCall:
     def starts_backward(self) -> bool:
         """Whether it makes the gradient of a loss, its argument, that backward starts with."""
         return self.facts.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
+
+
+class Ran(NamedTuple):
+    """An operator call that has just run, with its tensors."""
+
+    call: OperatorCall
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    before: dict[int, Tensor]  # copies of what it wrote in place, by identity of the tensor
+    outputs: list[Tensor]  # the results that can be read
+    ranges: Sequence[tuple[float, float]] = ()  # their smallest and largest values, unless these mean nothing yet
+
+    def arguments(self) -> Any:
+        """Its arguments as they were before it ran."""
+        if not self.before:
+            return self.args, self.kwargs
+        return map_tensors((self.args, self.kwargs), lambda each: self.before.get(id(each), each))
 
 
 class _Thread(threading.local):
