@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, tensors_in
+from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, item_of, tensors_in
 from ampkit.dtypes import dtype_name
 from ampkit.torch_internals.operator_tracing import OpOverload
 
@@ -86,12 +86,7 @@ def is_broken(tensor: Tensor) -> bool:
 def first_broken_item(outputs: list[Tensor], arguments: Any) -> tuple[list[Tensor], Any]:
     """The first broken result of an operator on lists of tensors, and the arguments that it was computed from."""
     index = next(i for i, output in enumerate(outputs) if is_broken(output))
-
-    def pick(value: Any) -> Any:
-        return [value[index]] if isinstance(value, (list, tuple)) and len(value) == len(outputs) else value
-
-    args, kwargs = arguments
-    return [outputs[index]], ([pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()})
+    return [outputs[index]], item_of(arguments, index, len(outputs))
 
 
 def broken_elements(outputs: Sequence[Tensor]) -> str:

@@ -15,7 +15,7 @@ from ampkit.debugging.call_sites import Caller, find_caller
 from ampkit.debugging.causes import largest_finite, run_in_float64
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, Ran
-from ampkit.debugging.operator_facts import converted_arguments, tensors_in
+from ampkit.debugging.operator_facts import converted_arguments, item_of, tensors_in
 from ampkit.debugging.report import Operation, Problem, Suggestion
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
@@ -91,12 +91,7 @@ class Sums:
         args, kwargs = ran.arguments()
         if base.startswith("_foreach_"):
             index = max(range(len(outputs)), key=lambda i: outputs[i].numel())
-            count, outputs = len(outputs), [outputs[index]]
-
-            def pick(value: Any) -> Any:
-                return [value[index]] if isinstance(value, (list, tuple)) and len(value) == count else value
-
-            args, kwargs = tuple(map(pick, args)), {key: pick(value) for key, value in kwargs.items()}
+            (args, kwargs), outputs = item_of((args, kwargs), index, len(outputs)), [outputs[index]]
         output = outputs[0]
         operands = tensors_in((args, kwargs))
         if output.numel() > 1 and torch.is_grad_enabled() and any(each.requires_grad for each in operands):

@@ -66,13 +66,6 @@ def rank() -> int | None:
     return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
-class _Writers(NamedTuple):
-    """The events that wrote a storage, and the last call that did."""
-
-    events: tuple[int, ...]
-    call: OperatorCall | None  # None for a tensor that was there before the step
-
-
 class _Input(NamedTuple):
     """A tensor argument of an operator call."""
 
@@ -122,7 +115,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         self._events: dict[int, Event] = {}  # of this step: the broken ones, and those that read them
         self._on_found = on_found
         self._complete = True  # False: an exception ended the step, and a later operator could absorb an inf
-        self._writers: StorageMap[_Writers] = StorageMap()
+        self._writers: StorageMap[tuple[int, ...]] = StorageMap()  # by storage: the events that wrote it
         self._tape: Tape | None = Tape()  # None: operators are not explained by replaying what led to them
         self._explained: dict[tuple[str, str, int, str], int] = {}  # how often a replay has explained an operator's inf
         self._backwards = 0  # calls of backward in this step
@@ -290,15 +283,14 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
 
     def _writers_of(self, tensor: Tensor) -> tuple[int, ...] | None:
         """The events that wrote a tensor of floats; None for a tensor that was there before."""
-        writers = self._writers.get(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
-        return None if writers is None else writers.events
+        return self._writers.get(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
 
     def _note_writer(self, tensor: Tensor, index: int, call: OperatorCall) -> None:
         """Note the event that wrote a tensor; a write to a part of a storage adds to the writers of the rest."""
         earlier: tuple[int, ...] = ()
         if call.facts.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
             earlier = tuple(writer for writer in self._writers_of(tensor) or () if writer in self._events)
-        self._writers.set(tensor, _Writers((*earlier, index), call))
+        self._writers.set(tensor, (*earlier, index))
 
     def _keep(self, event: Event, call: OperatorCall, tensor: Tensor) -> Finding:
         """Keep an event until the end of the step, and begin its finding."""
@@ -315,7 +307,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             return ()
         event = Event(self._next, "before")
         self._next += 1
-        self._writers.set(tensor, _Writers((event.index,), None))
+        self._writers.set(tensor, (event.index,))
         finding = self._keep(event, call, tensor)
         finding.origin = replace(finding.origin, index=-1, op="", phase="before")
         finding.parameter = self._name_of(tensor)
@@ -401,7 +393,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         arrived = self._arrive(broken.tensor, call)
         for index in arrived:
             self._events[index].note_range(low, high)
-        if latest is not None and reader in latest.events:
+        if latest is not None and reader in latest:
             self._writers.set(broken.tensor, latest)  # the call writes it in place: its values are now the call's
         return arrived
 

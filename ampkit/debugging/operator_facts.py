@@ -31,18 +31,9 @@ _UNINITIALIZED = frozenset(
 _UNSAFE_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 # Endings of operators that read a tensor's shape but none of its values.
 _SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+# Types of arguments that hold no tensor.
 _NO_TENSORS = frozenset(
-    {  # types of arguments that hold no tensor
-        int,
-        float,
-        bool,
-        str,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-    }
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
@@ -145,21 +136,27 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
     for item in values:
-        cls = type(item)  # checked first, since `isinstance(item, Tensor)` is slow where it is False
+        cls = type(item)
         if cls is Tensor or cls is Parameter:
             tensors.append(item)
-        elif cls is tuple or cls is list:
-            _collect(item, tensors)
-        elif cls is dict:
-            _collect(item.values(), tensors)
         elif cls in _NO_TENSORS:
             pass
-        elif isinstance(item, Tensor):
-            tensors.append(item)
         elif isinstance(item, (list, tuple)):
             _collect(item, tensors)
         elif isinstance(item, dict):
             _collect(item.values(), tensors)
+        elif isinstance(item, Tensor):  # the last: it is slow where it is False
+            tensors.append(item)
+
+
+def item_of(arguments: Any, index: int, count: int) -> Any:
+    """The arguments of an operator on lists of `count` tensors, with lists of the one with this index."""
+    args, kwargs = arguments
+
+    def part(value: Any) -> Any:
+        return [value[index]] if type(value) in (list, tuple) and len(value) == count else value
+
+    return tuple(map(part, args)), {key: part(value) for key, value in kwargs.items()}
 
 
 def readable(tensors: list[Tensor]) -> Iterator[Tensor]:

@@ -213,27 +213,17 @@ class _Search:
         return [each & other for each, other in zip(cured, significant, strict=True)]
 
     def _smallest(self, exact: list[int], wanted: list[Tensor]) -> list[int]:
-        """A smallest set among calls whose exactness makes most of the wanted elements finite.
+        """A smallest set among calls whose exactness makes most of the wanted elements finite, near the target.
 
-        By delta debugging: parts of the set are tried, and what remains without each part.
+        Parts that are not needed are left out: halves, then quarters, and so on to single calls.
         """
-
-        parts = 2
-        while len(exact) > 1:
-            size = math.ceil(len(exact) / parts)
-            chunks = [exact[start : start + size] for start in range(0, len(exact), size)]
-            rests = [[index for index in exact if index not in chunk] for chunk in chunks]
-            smaller = next((chunk for chunk in chunks if self._suffices(chunk, wanted)), None)
-            if smaller is not None:
-                exact, parts = smaller, 2
-                continue
-            smaller = next((rest for rest in rests if self._suffices(rest, wanted)), None) if parts > 2 else None
-            if smaller is not None:
-                exact, parts = smaller, max(parts - 1, 2)
-            elif parts < len(exact):
-                parts = min(2 * parts, len(exact))
-            else:
-                break
+        size = len(exact)
+        while size > 1:
+            size = min(math.ceil(size / 2), len(exact))
+            for start in reversed(range(0, len(exact), size)):
+                rest = exact[:start] + exact[start + size :]
+                if rest and self._suffices(rest, wanted):
+                    exact = rest
         return exact
 
     def _suffices(self, indices: Sequence[int], wanted: list[Tensor]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.debugging.operator_calls import OperatorCall
-from ampkit.debugging.operator_facts import tensors_in
+from ampkit.debugging.operator_facts import item_of, tensors_in
 from ampkit.torch_internals.operator_tracing import (
     OpOverload,
     StorageWeakRef,
@@ -108,11 +108,7 @@ class Recorded:
         count = len(lists[0])
         outputs = self.outputs
         index = next(i for i, output in enumerate(outputs) if output.values is view.values) % count
-
-        def part(value: Any) -> Any:
-            return [value[index]] if isinstance(value, list) and len(value) == count else value
-
-        item = Recorded(self.call, self.func, tuple(map(part, self.args)), {k: part(v) for k, v in self.kwargs.items()})
+        item = Recorded(self.call, self.func, *item_of((self.args, self.kwargs), index, count))
         item.writes = self.writes[index::count]
         item.results = self.results[index::count]
         return item
