@@ -89,33 +89,19 @@ def first_broken_item(outputs: list[Tensor], arguments: Any) -> tuple[list[Tenso
     return [outputs[index]], item_of(arguments, index, len(outputs))
 
 
-def broken_elements(outputs: Sequence[Tensor]) -> str:
-    """How many elements of a result are inf or NaN, and their rows (of the first dimension) if these are few."""
-    output = next(each for each in outputs if not bool(torch.isfinite(each).all()))
-    broken = ~torch.isfinite(output)
-    text = f"{int(broken.sum())} of {output.numel()} elements"
-    if output.ndim and output.shape[0] > 1:
-        rows = broken.reshape(output.shape[0], -1).any(1).nonzero().flatten().tolist()
-        if len(rows) < min(4, output.shape[0]):
-            text += f", in {'rows' if len(rows) > 1 else 'row'} {', '.join(map(str, rows))} of {output.shape[0]}"
-    return text
-
-
-def broken_positions(tensor: Tensor) -> str:
-    """What is inf or NaN in a tensor of data, and in which rows and columns, if these are few."""
+def broken_elements(tensor: Tensor) -> str:
+    """How many elements are inf or NaN, and in which rows and columns, if these are few."""
     broken = ~torch.isfinite(tensor)
-    names = [name for name, found in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(found.any())]
-    text = f"{' and '.join(names)} in {int(broken.sum())} of {tensor.numel()} elements"
-    if tensor.ndim == 0:
-        return text
+    text = f"{int(broken.sum())} of {tensor.numel()} elements"
+    places = []
     for name, mask in (
-        ("row", broken.reshape(broken.shape[0], -1).any(1)),
-        ("column", broken.reshape(-1, broken.shape[-1]).any(0) if broken.ndim > 1 else broken[:0]),
+        ("row", broken.reshape(broken.shape[0], -1).any(1) if broken.ndim else broken),
+        ("column", broken.reshape(-1, broken.shape[-1]).any(0) if broken.ndim > 1 else broken.new_zeros(0)),
     ):
         found = mask.nonzero().flatten().tolist()
-        if 0 < len(found) < min(4, mask.numel() + 1):
-            text += f", {name}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {mask.numel()}"
-    return text
+        if 0 < len(found) < min(4, mask.numel()):
+            places.append(f"{name}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {mask.numel()}")
+    return f"{text}, in {', '.join(places)}" if places else text
 
 
 def outlier(tensor: Tensor) -> str:

@@ -330,7 +330,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             return
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
             outputs, before = causes.first_broken_item(outputs, before)
-        finding.elements = causes.broken_elements(outputs)
+        finding.elements = causes.broken_elements(next(filter(causes.is_broken, outputs)))
         arguments = {id(tensor) for tensor in tensors_in(before)}
         inputs = [each for each in inputs if id(each.before) in arguments]
         broken_in: set[str] = set()

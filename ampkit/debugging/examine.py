@@ -29,7 +29,7 @@ from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison, compare_precision
 from ampkit.debugging.proposed_changes import advice, advice_on_precision
-from ampkit.debugging.report import ExaminationReport, Finding, Operation, Problem, Suggestion
+from ampkit.debugging.report import ExaminationReport, Operation, Problem, Suggestion
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.tape import Tape
@@ -290,7 +290,7 @@ class Examination(detect_nonfinite):
         for index in indices:
             event = self._events[index]
             if event.broken and not event.finding.parameter:
-                self._name_data(event.finding, tensor)
+                self._name_data(event, tensor)
         return indices
 
     def _explain(self, event: Event, ran: Ran, inputs: list[Any]) -> None:
@@ -306,16 +306,13 @@ class Examination(detect_nonfinite):
         if why and not event.is_mask:
             finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {why}: {causes.WITH_THE_DATA}")
 
-    def _name_data(self, finding: Finding, tensor: Tensor) -> None:
+    def _name_data(self, event: Event, tensor: Tensor) -> None:
         """Say where in the data a broken value is."""
         loaded = self._loaded.get(tensor)
-        where = causes.broken_positions(tensor)
-        finding.elements = ""
-        if loaded is None:
-            finding.cause = causes.Cause("arrived", f"it arrived with the data: {where}")
-            return
-        file, line, number = loaded
-        finding.cause = causes.Cause("arrived", f"it arrived in batch {number} of the loader at {file}:{line}: {where}")
+        where = "with the data" if loaded is None else "in batch {2} of the loader at {0}:{1}".format(*loaded)
+        what = event.values.replace("nan", "NaN")
+        event.finding.elements = ""
+        event.finding.cause = causes.Cause("arrived", f"it arrived {where}: {what} in {causes.broken_elements(tensor)}")
 
 
 def _of_precision(comparison: PrecisionComparison) -> list[Problem]:

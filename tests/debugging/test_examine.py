@@ -184,7 +184,7 @@ def test_inf_in_the_data(workers: int) -> None:
     assert (found.grade, found.look, found.kind) == ("wrong", "data", "arrived")
     if workers:
         assert f"batch 1 of the loader at tests/debugging/test_examine.py:{line_of('loader')}" in found.why
-        assert "inf in 1 of 12 elements, row 1 of 4, column 1 of 3" in found.why
+        assert "inf in 1 of 12 elements, in row 1 of 4, column 1 of 3" in found.why
     else:
         assert found.line == line_of("loader")
 
