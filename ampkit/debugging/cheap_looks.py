@@ -33,11 +33,6 @@ _LOST_SHARE = 0.1  # so much of what was added must be missing
 _MIN_STEPS = 3  # so many steps before a gradient or an update is judged
 
 
-def base_name(call: OperatorCall) -> str:
-    """The name of an operator without namespace, overload and underscore at its end."""
-    return call.facts.name.partition("::")[2].partition(".")[0].rstrip("_")
-
-
 Site = tuple[int, int]  # a line of code that calls an operator: the code object and the instruction
 
 
@@ -80,7 +75,7 @@ class Sums:
     def operator_ran(self, ran: Ran) -> None:
         """Look at an operator."""
         call, outputs = ran.call, ran.outputs
-        base = base_name(call)
+        base = call.facts.base
         if call.phase != "forward" or base not in _SUMS or call.caller.code is None or not outputs:
             for output in outputs:
                 if call.phase == "forward" and (not call.tensors or call.facts.literal or call.facts.shape_only):
@@ -314,7 +309,7 @@ class Roundings:
             self._cast_in_backward(call, args[0], outputs[0])
         if call.phase != "forward" or not outputs:
             return None
-        output, base = outputs[0], base_name(call)
+        output, base = outputs[0], call.facts.base
         if base == "copy":
             return self._state(call, args)
         if base == "_to_copy":

@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from ampkit.debugging import causes
 from ampkit.debugging.call_sites import find_caller
-from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums, base_name
+from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.find import try_changes
 from ampkit.debugging.nonfinite_origins import Event, absorbed
@@ -241,7 +241,7 @@ class Examination(detect_nonfinite):
         dtype = None if node is None else node._input_metadata[0].dtype
         if forward is None or dtype not in SIXTEEN_BIT or not self._check.dtypes:
             return
-        if base_name(forward) in _LOSSES:
+        if forward.facts.base in _LOSSES:
             self.report.add_problem(
                 Problem.at(
                     Operation(**self._operation_fields(forward)),

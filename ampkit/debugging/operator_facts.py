@@ -45,6 +45,7 @@ class OperatorFacts:
         schema = op._schema
         self.name = op.name()
         base = self.name.partition("::")[2].partition(".")[0]
+        self.base = base.rstrip("_")  # without namespace, overload and underscore at its end
         self.mutable: bool = schema.is_mutable
         self.literal = self.name == "aten::lift_fresh"  # `torch.tensor` of a list calls it
         # Views read no values, nor do the profiler's operators. `_UNSAFE_VIEWS` are views in effect, not by schema.
@@ -89,7 +90,7 @@ class OperatorFacts:
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call writes to."""
-        return _tensors_at(self.writes, args, kwargs)
+        return _tensors_at(self.writes, args, kwargs) if self.writes else []
 
     def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call returned or wrote to, each once."""

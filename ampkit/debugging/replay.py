@@ -29,8 +29,8 @@ _MAX_MAKERS = 4
 _JITTER = 1e-12  # relative, of each result: shows which exact values are nothing but float64's rounding
 # Operators whose results are elements of their operands, or the same with another sign.
 _MOVES = re.compile(
-    r"_to_copy|copy_|clone|detach|lift_fresh|index|index_select|gather|take|cat|stack|where|masked_select|abs|neg|"
-    r"(masked_fill|relu|clamp|clamp_min|clamp_max|index_put|scatter)_?|(arg)?(max|min)|a(max|min)|(max|min)imum|sort|"
+    r"_to_copy|copy|clone|detach|lift_fresh|index|index_select|gather|take|cat|stack|where|masked_select|abs|neg|"
+    r"masked_fill|relu|clamp|clamp_min|clamp_max|index_put|scatter|(arg)?(max|min)|a(max|min)|(max|min)imum|sort|"
     r"topk|flip|roll|repeat|embedding|constant_pad_nd|threshold_backward|max_pool2d_with_indices|nan_to_num|"
     r"(slice|select)_(scatter|backward)"
 )
@@ -382,7 +382,7 @@ def _moves(recorded: Recorded) -> bool:
     """Whether the results of a call are elements of its operands, and no other number."""
     if recorded.call.numbers:
         return False
-    return _MOVES.fullmatch(recorded.call.facts.name.partition("::")[2].partition(".")[0]) is not None
+    return _MOVES.fullmatch(recorded.call.facts.base) is not None
 
 
 def _rounds(recorded: Recorded, dtype: torch.dtype) -> bool:
