@@ -14,7 +14,7 @@ from ampkit.engine.thread_state import thread
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import NAMED_POLICIES, RegionSpec
+from ampkit.region.arguments import TORCH_POLICIES, RegionSpec
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operator_tracing import current_node
 
@@ -61,7 +61,7 @@ def _torch_regions(entered: Callable[..., autocast], left: Callable[..., Any]) -
         of_thread.open = opened = getattr(of_thread, "open", [])
         if current_node() is not None or len(thread.regions) != len(opened):
             return enter(region)  # in a recompute, or inside of an ampkit region, which has the policy
-        policy = NAMED_POLICIES["torch", region.device]
+        policy = TORCH_POLICIES[region.device]
         own = autocast(region.device, region.fast_dtype, region._enabled, region._cache_enabled, policy=policy)
         opened.append((region, entered(own)))
         return region
@@ -118,7 +118,7 @@ def wider(policy: Policy, *, float8: bool) -> Any:
 
 def code_of(policy: Policy | None, device_type: str, paths: Iterable[str], value: Any, rules: str = "") -> str:
     """The code that gives modules of a region's policy one value; `policy` is the one that the user passes, if any."""
-    named = "torch" if policy == NAMED_POLICIES["torch", device_type] else "" if policy is not None else "default"
+    named = "torch" if policy == TORCH_POLICIES[device_type] else "" if policy is not None else "default"
     start = f'Policy.{named}("{device_type}")' if named else "policy"
     shown = repr(value).replace("'", '"')
     modules = ", ".join(f'"{path}": {shown}' for path in paths)
