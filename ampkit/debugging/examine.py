@@ -46,6 +46,7 @@ from ampkit.torch_internals.operator_tracing import (
 
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
 _MANY_SKIPS = 8  # steps that a scaler skips
+_LARGE_NUMBER = 1e4
 _LOSSES = frozenset(  # that a region computes in float32
     f"{name}{ending}"
     for name in ("nll_loss", "nll_loss2d", "mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
@@ -297,6 +298,7 @@ class Examination(detect_nonfinite):
         super()._explain(event, ran, inputs)
         call, finding = ran.call, event.finding
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
+        computed |= any(abs(number) > _LARGE_NUMBER for number in call.numbers)  # the code's own number overflows
         why = ""
         if finding.cause.kind == "overflow" and call.phase == "forward" and not computed:
             why = "no parameter took part in it"

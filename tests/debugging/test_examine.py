@@ -204,6 +204,18 @@ def test_an_outlier_in_the_data() -> None:
     assert "rows of the data" in found.suggestion.code
 
 
+def test_a_large_number_of_the_code_is_not_the_datas() -> None:
+    model = nn.Linear(3, 1)
+
+    def run() -> None:
+        target = torch.ones(2, 1, dtype=B16) * 3 * 3e38  # beyond bfloat16
+        (model(torch.ones(2, 3)) - target.float()).square().mean().backward()
+
+    found = problems(run)[0]
+    assert found.line == line_of("beyond bfloat16")
+    assert "data" not in found.why
+
+
 def test_an_outlier_of_a_batch_that_overflows_in_a_layer() -> None:
     """A parameter takes part in it, but no precision bears 1e38 squared."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
