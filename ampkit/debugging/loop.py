@@ -282,7 +282,7 @@ class check_loop:
             )
         self._updated.add(scaler)
         self._scaled = False
-        for state in self._optimizers.values():
+        for state in self._states():
             if state.scaler is scaler:
                 state.stepped_at, state.unscaled = None, False
         yield
@@ -301,7 +301,7 @@ class check_loop:
             )
         if scaled:
             self._updated.clear()
-        for state in self._optimizers.values():
+        for state in self._states():
             self._check_cleared(state)
             state.versions = state.gradient_versions()
         retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
@@ -309,12 +309,12 @@ class check_loop:
         unscaled_float16 = not scaled and torch.float16 in self.dtypes
         self.on_backward(list(roots), args[0] if args else kwargs.get("grad_tensors"), scaled)
         with ExitStack() as hooks:
-            if unscaled_float16 and loss is not None and any(s.underflows for s in self._optimizers.values()):
+            if unscaled_float16 and loss is not None and any(s.underflows for s in self._states()):
                 self._casts.clear()
                 _note_casts(loss, self._casts, hooks)
             yield
         line = self._caller()
-        for state in (*self._optimizers.values(), self._unseen):
+        for state in (*self._states(), self._unseen):
             if state is self._unseen or state.versions != state.gradient_versions():
                 state.scaled, state.zeroed_at = scaled, None
                 state.largest = _largest(state.parameters) if unscaled_float16 else None
@@ -326,7 +326,7 @@ class check_loop:
             self._state_of(owner)  # has a state of its own from its first backward on
         yield
         self._unseen.backwards.clear()
-        for state in self._optimizers.values():
+        for state in self._states():
             self._check_cleared(state)
             if state.backwards and all(p.grad is None for p in state.parameters):
                 state.backwards.clear()
@@ -363,8 +363,8 @@ class check_loop:
         else:  # only the function may consume a generator
             tensors = [] if isinstance(argument, Iterator) else list(argument)
         ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.grad_fn is None and t.is_leaf}
-        followed = [s for s in self._optimizers.values() if any(id(p.grad) in ids for p in s.parameters)]
-        unscaled = any(state.unscaled for state in self._optimizers.values())
+        followed = [s for s in self._states() if any(id(p.grad) in ids for p in s.parameters)]
+        unscaled = any(state.unscaled for state in self._states())
         if any(state.scaled for state in followed) or (not followed and self._unseen.scaled and not unscaled):
             self._add(
                 "gradients are clipped, or their norm is read, while they are scaled",
@@ -377,12 +377,21 @@ class check_loop:
 
     # --- optimizers, schedulers, regions
 
+    def _states(self) -> list[_OptimizerState]:
+        """What is known of each optimizer, once where several objects are one optimizer."""
+        return list({id(state): state for state in self._optimizers.values()}.values())
+
     def _state_of(self, optimizer: Optimizer) -> _OptimizerState:
         if optimizer not in self._optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            state = self._optimizers[optimizer] = copy.deepcopy(self._unseen)
-            stride = max(1, math.ceil(len(parameters) / _MAX_PARAMETERS))
-            state.parameters = parameters[::stride]
+            parameters = parameters[:: max(1, math.ceil(len(parameters) / _MAX_PARAMETERS))]
+            ids = [*map(id, parameters)]
+            # Fabric and accelerate wrap optimizers: what is called on one object is called on the other.
+            state = next((each for each in self._states() if ids and [*map(id, each.parameters)] == ids), None)
+            if state is None:
+                state = copy.deepcopy(self._unseen)
+                state.parameters = parameters
+            self._optimizers[optimizer] = state
         return self._optimizers[optimizer]
 
     def _optimizer_starts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

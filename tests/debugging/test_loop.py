@@ -58,6 +58,27 @@ def keywords_and_sparse_gradients(cls: Any) -> None:
         scaler.update(new_scale=None)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As those of Fabric and accelerate, which share what they wrap."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+
+
+def wrapped_optimizer(cls: Any) -> None:
+    """Gradients are cleared by the wrapper, unscaled and stepped by what it wraps."""
+    model, optimizer, scaler = parts(cls=cls)
+    wrapper = Wrapper(optimizer)
+    for _ in range(3):
+        wrapper.zero_grad()
+        scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def critic_without_scaling(cls: Any) -> None:
     critic, critics, _ = parts()
     actor, actors, scaler = parts(cls=cls)
@@ -95,7 +116,13 @@ LOOPS: list[Callable[[], None]] = [
     *(
         functools.partial(loop, cls)
         for cls in (GradScaler, torch.amp.GradScaler)
-        for loop in (scheduler_by_epoch, keywords_and_sparse_gradients, critic_without_scaling, layers_one_by_one)
+        for loop in (
+            scheduler_by_epoch,
+            keywords_and_sparse_gradients,
+            wrapped_optimizer,
+            critic_without_scaling,
+            layers_one_by_one,
+        )
     ),
     *(
         functools.partial(example, name)
