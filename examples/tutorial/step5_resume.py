@@ -29,6 +29,8 @@ if checkpoint.exists():
         part.load_state_dict(saved[name])
     start = saved["step"]
     batches.set_state(saved["batches"])
+    if start >= steps:
+        sys.exit(f"{checkpoint} is after {start} steps, and this run ends at {steps}: give it more, or delete the file")
 
 for step in range(start, steps):
     rows = torch.randint(1500, (64,), generator=batches)
