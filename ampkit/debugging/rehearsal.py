@@ -95,8 +95,12 @@ class RehearsalReport(Report):
             lines.append(f"  cheap     {share}; backward keeps {kept} in place of {reference}")
         return "\n".join([*lines, f"  unseen    {_BLIND}; {self.steps} steps were taken"])
 
+    def gap_in_words(self) -> str:
+        """The gap with its error, which is not known of one pair."""
+        return _percent(self.gap or 0) + (f" +- {100 * self.error:.1f} %" if self.pairs > 1 else "")
+
     def _verdict(self) -> str:
-        gap = f"{_percent(self.gap or 0)} +- {100 * self.error:.1f} %"
+        gap = self.gap_in_words()
         if self.undecided:
             start = "not decided: "
             for name, rise in list(self.suspects.items())[:1]:
@@ -241,7 +245,7 @@ class _Judge:
             report.pairs, report.loss = seed, abs(statistics.mean(self._references)) or 1.0
             report.gap, report.error, bar = _gap(self._gaps, report.loss, n_errors)
             report.bar = bar if seed == pairs else math.inf
-            _say(f"pair {seed}: {_percent(report.gap)} +- {100 * report.error:.1f} % after {report.after} steps")
+            _say(f"pair {seed}: {report.gap_in_words()} after {report.after} steps")
 
     def _trial(self, kept: Sequence[str]) -> tuple[float, bool]:
         """The gap without some modules, and whether it is closed."""
