@@ -356,6 +356,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if is_new and cause.kind not in ("overflow", "intermediate"):
             return  # passed on with another sign
         finding.cause = cause
+        event.is_auxiliary = bool(ran.ranges) and math.isfinite(sum(ran.ranges[0]))
         event.is_mask = _is_mask(call, cause)
         place = (finding.origin.op, finding.origin.file, finding.origin.line, finding.origin.phase)
         known = self._explained.get(place, 0)

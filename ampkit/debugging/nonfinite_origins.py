@@ -25,6 +25,7 @@ class Event:
     scalar: bool = False
     finding: Any = None  # the `report.Finding` of a broken result
     rounded: Any = None  # the `causes.Cause` if its operands are what rounding made
+    is_auxiliary: bool = False  # the operator's first result is finite, as the loss of a CTC beside its alignments
     is_mask: bool = False  # a number of the code overflowed, as of a mask: like a constant inf
 
     def note_range(self, low: float, high: float) -> None:
@@ -120,8 +121,9 @@ def absorbed(events: Mapping[int, Event]) -> list[Event]:
         return []
     kinds = ("overflow", "intermediate", "undefined")
     began = [each for each in events.values() if each.broken and each.phase == "forward" and each.kind in kinds]
-    known = {origin.event.index for origin in origins}
-    return [each for each in began if not (each.is_mask or "nan" in each.broken or each.index in known)]
+    left_out = {origin.event.index for origin in origins}
+    left_out |= {each.index for each in began if each.is_mask or each.is_auxiliary or "nan" in each.broken}
+    return [each for each in began if each.index not in left_out]
 
 
 def _is_unread_symptom(event: Event, read: set[int], inf_is_symptom: bool) -> bool:

@@ -278,6 +278,17 @@ def test_an_inf_that_is_absorbed_is_worth_knowing() -> None:
     assert "float32" in (found.suggestion.code if found.suggestion else "")
 
 
+def test_alignments_of_a_ctc_loss_that_are_impossible_are_no_note() -> None:
+    model = nn.Linear(4, 5)
+
+    def run() -> None:
+        log_probs = model(torch.randn(6, 2, 4)).log_softmax(-1)
+        targets = torch.tensor([[1, 2], [3, 3]])
+        nn.functional.ctc_loss(log_probs, targets, torch.tensor([6, 6]), torch.tensor([2, 2])).backward()
+
+    assert problems(run) == []
+
+
 def test_a_gradient_that_is_nan_and_clipped_is_no_note() -> None:
     """Clipping multiplies all gradients by NaN, and the scaler skips each step."""
     model = nn.Linear(4, 4)
