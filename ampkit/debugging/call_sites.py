@@ -36,7 +36,21 @@ _SPECIAL: dict[str, _Kind] = {
     f"{TORCH}utils/checkpoint.py": "recompute",
     f"{TORCH}autograd/graph.py": "backward",  # frames above it called backward
 }
-_files: dict[str, _Kind] = {}
+
+
+class _Kinds(dict[str, _Kind]):
+    """What each file is, found out when it is first looked up."""
+
+    def __missing__(self, filename: str) -> _Kind:
+        kind: _Kind = "library" if is_library(filename) else "user"
+        if filename in _SPECIAL:
+            kind = _SPECIAL[filename]
+        elif filename.startswith(f"{AMPKIT}scaler/"):
+            kind = "scaler"
+        return self.setdefault(filename, kind)
+
+
+_kinds = _Kinds()
 
 
 class Caller(NamedTuple):
@@ -68,10 +82,7 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
     code, instruction = None, 0
     scaler = scaling = outside = False
     while frame is not None:
-        filename = frame.f_code.co_filename
-        kind = _files.get(filename)
-        if kind is None:
-            kind = _files[filename] = _classify(filename)
+        kind = _kinds[frame.f_code.co_filename]
         if kind == "user":
             if code is None:
                 code, instruction = frame.f_code, frame.f_lasti
@@ -95,19 +106,10 @@ def script_line(depth: int) -> tuple[str, int]:
     """The file and line of the outermost user frame, from `depth` frames up: the script; ("", 0) without any."""
     frame, found = sys._getframe(depth), ("", 0)
     while frame is not None and "runpy" not in frame.f_code.co_filename:  # which `ampkit debug` runs scripts with
-        filename = frame.f_code.co_filename
-        if _files.setdefault(filename, _classify(filename)) == "user":
-            found = relative(filename), frame.f_lineno
+        if _kinds[frame.f_code.co_filename] == "user":
+            found = relative(frame.f_code.co_filename), frame.f_lineno
         frame = frame.f_back
     return found
-
-
-def _classify(filename: str) -> _Kind:
-    if filename in _SPECIAL:
-        return _SPECIAL[filename]
-    if filename.startswith(f"{AMPKIT}scaler/"):
-        return "scaler"
-    return "library" if is_library(filename) else "user"
 
 
 class ModuleCall(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, item_of, tensors_in
+from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, tensors_in
 from ampkit.dtypes import dtype_name
 from ampkit.torch_internals.operator_tracing import OpOverload
 
@@ -47,6 +47,11 @@ class Cause:
     value: float | None = None
     limit: float | None = None
     is_exact: bool = False  # all that led to it was computed in float64 too, and the result is no other
+
+    @property
+    def is_of_data(self) -> bool:
+        """Whether no precision would help, since the data is what overflows."""
+        return self.text.endswith(WITH_THE_DATA)
 
 
 CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
@@ -81,12 +86,6 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
 def is_broken(tensor: Tensor) -> bool:
     """Whether a tensor contains inf or NaN."""
     return not math.isfinite(sum(extremes(tensor)))
-
-
-def first_broken_item(outputs: list[Tensor], arguments: Any) -> tuple[list[Tensor], Any]:
-    """The first broken result of an operator on lists of tensors, and the arguments that it was computed from."""
-    index = next(i for i, output in enumerate(outputs) if is_broken(output))
-    return [outputs[index]], item_of(arguments, index, len(outputs))
 
 
 def broken_elements(tensor: Tensor) -> str:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import Caller, find_caller
 from ampkit.debugging.causes import largest_finite, run_in_float64
 from ampkit.debugging.monitor import before_update, lost_share
@@ -163,10 +162,9 @@ class Sums:
             text = f"it is {float(value):.6g}, and {float(now.exact):.6g} with the same numbers in float64"
         else:
             text = f"{min(share, 1.0):.0%} of what was added is missing"
-        fields = self._observer._operation_fields(call)
-        operation = Operation(**fields, dtype=dtype_name(output.dtype), shape=tuple(output.shape))
+        operation = self._observer._operation(call, dtype=dtype_name(output.dtype), shape=tuple(output.shape))
         first = self._observer.step if known is None else known.first
-        made = None if now.made is None else Operation(**self._observer._operation_fields(now.made))
+        made = None if now.made is None else self._observer._operation(now.made)
         self._found[site] = _Drift(operation, made, first, self._observer.step, now.calls, share, text)
 
     def problems(self) -> list[Problem]:
@@ -252,7 +250,7 @@ class StaleCasts:
         return None
 
     def _problem(self, call: OperatorCall, cast: _Cast) -> Problem:
-        operation = Operation(**self._observer._operation_fields(call))
+        operation = self._observer._operation(call)
         weight = cast.weight.tensor()
         name = (weight is not None and self._observer._name_of(weight)) or "a weight"
         made = "{}:{}".format(*cast.caller.line())
@@ -289,6 +287,14 @@ class StaleCasts:
 # Operators whose exact results are seldom 0 where their operands are not.
 _MAKE_SMALL = frozenset({"mul", "div", "exp", "pow", "_to_copy", "square", "prod", "mm", "bmm", "addmm"})
 _LOOKS = 3  # so many calls of a line are looked at, and then one of 64
+
+
+def _exact(ran: Ran) -> list[Tensor]:
+    """The results of a call in float64; none if it has no float64."""
+    try:
+        return run_in_float64(ran.func, ran.call.facts, *ran.arguments())
+    except Exception:  # of many kinds
+        return []
 
 
 class Roundings:
@@ -334,7 +340,7 @@ class Roundings:
             error = float((output.detach().double() - exact).norm()) / size
             errors.append(error)
             if error >= max(errors):
-                self._lines[site] = Operation(**self._observer._operation_fields(call), dtype=dtype_name(output.dtype))
+                self._lines[site] = self._observer._operation(call, dtype=dtype_name(output.dtype))
 
     def problems(self) -> list[Problem]:
         """The casts in backward that lose much of many gradients; a single one may be nothing but rounding itself."""
@@ -358,6 +364,10 @@ class Roundings:
                 )
         return found
 
+    def _problem(self, call: OperatorCall, **fields: Any) -> Problem:
+        """The problem of a call that has just run."""
+        return Problem.at(self._observer._operation(call), look="rounded", step=self._observer.step, **fields)
+
     def _note_cast(self, source: Tensor, output: Tensor) -> None:
         """Remember which tensor a cast has its values from."""
         if is_opaque(source) or (source.requires_grad and not source.is_leaf):
@@ -378,20 +388,18 @@ class Roundings:
             return None
         owner, name = self._observer.state_name(target)
         dtype = dtype_name(target.dtype)
-        return Problem.at(
-            Operation(**self._observer._operation_fields(call)),
+        return self._problem(
+            call,
             grade="wrong",
-            look="rounded",
             kind="rounded",
             what=f"{owner} is rounded to {known[1]} in place",
             why=f"{name} is {dtype}, and its own values are written back to it after a cast",
             suggestion=Suggestion(f"leave out the cast: keep the values in {dtype}"),
-            step=self._observer.step,
         )
 
     def _zeros(self, ran: Ran) -> Problem | None:
         """Look at elements that are 0 where the exact result is not."""
-        call, func, args, kwargs, before, (output, *_), ((low, high), *_) = ran
+        call, output, (low, high) = ran.call, ran.outputs[0], ran.ranges[0]
         smallest, largest = torch.finfo(output.dtype).tiny, max(-low, high)
         is_subnormal = 0 < largest < smallest
         if not is_subnormal and (not low <= 0 <= high or (output.dtype is torch.bfloat16 and low != high)):
@@ -403,10 +411,8 @@ class Roundings:
         zeros = output == 0
         if not is_subnormal and not bool(zeros.any()):
             return None
-        changed = map_tensors((args, kwargs), lambda each: before.get(id(each), each))
-        try:
-            exact = run_in_float64(func, call.facts, *changed)[0]
-        except Exception:  # operators without float64 raise many kinds of errors
+        exact = next(iter(_exact(ran)), None)
+        if exact is None:
             return None
         if is_subnormal:
             return self._subnormal(call, output, float((output.double() - exact).norm() / exact.norm()), largest)
@@ -415,31 +421,27 @@ class Roundings:
         if not wanted or lost < 0.5 * wanted or wanted < 2:
             return None
         name = dtype_name(output.dtype)
-        return Problem.at(
-            Operation(**self._observer._operation_fields(call)),
+        return self._problem(
+            call,
             grade="lost" if lost == wanted else "note",
-            look="rounded",
             kind="underflow",
             what=f"{'all' if lost == wanted else 'most'} of a result becomes 0 in {name}",
             why=f"{lost} of {wanted} elements are below the smallest number of {name}; the largest is "
             f"{float(exact.abs().max()):.3g}",
             suggestion=Suggestion("compute this line in float32"),
-            step=self._observer.step,
         )
 
     def _subnormal(self, call: OperatorCall, output: Tensor, error: float, largest: float) -> Problem:
         """A result of which every element is too small for all digits of its dtype; `error` is a share of its norm."""
         name, smallest = dtype_name(output.dtype), torch.finfo(output.dtype).tiny
-        return Problem.at(
-            Operation(**self._observer._operation_fields(call)),
+        return self._problem(
+            call,
             grade="lost" if error > _LOST_SHARE or (output.dtype is torch.bfloat16 and output.numel() > 1) else "note",
-            look="rounded",
             kind="underflow",
             what=f"a result is too small for {name}",
             why=f"it underflows: its largest magnitude is {largest:.3g}, below {smallest:.3g} {name} loses digits, and "
             f"the result is {error:.0%} off",
             suggestion=Suggestion("compute this line in float32, or scale by less"),
-            step=self._observer.step,
         )
 
     def _integers(self, call: OperatorCall, base: str, output: Tensor) -> Problem | None:
@@ -462,15 +464,13 @@ class Roundings:
             return None
         self._seen.add(site)
         name = dtype_name(output.dtype)
-        return Problem.at(
-            Operation(**self._observer._operation_fields(call)),
+        return self._problem(
+            call,
             grade="lost" if is_range else "note",
-            look="rounded",
             kind="rounded",
             what=f"{equal} integers become equal to others in {name}",
             why=f"{name} holds each integer up to {first:g} only",
             suggestion=Suggestion("make it in float32, and keep what is computed from it in float32"),
-            step=self._observer.step,
         )
 
 
@@ -511,7 +511,7 @@ class Gradients:
                 continue
             known = next((zeros for zeros in map(self._zeros.get, call.tensors) if zeros is not None), None)
             if known is None:
-                operation = Operation(**self._observer._operation_fields(call), dtype=dtype_name(output.dtype))
+                operation = self._observer._operation(call, dtype=dtype_name(output.dtype))
                 known = _Zeros(operation, *self._is_rounded(ran))
             self._zeros.set(output, known)
 
@@ -522,10 +522,7 @@ class Gradients:
             return False, False
         if call.facts.communicates or call.facts.opaque_state or call.facts.random:
             return False, False
-        try:
-            size = sum(float(exact.abs().sum()) for exact in run_in_float64(ran.func, call.facts, *ran.arguments()))
-        except Exception:  # operators without float64 raise many kinds of errors
-            return False, False
+        size = sum(float(exact.abs().sum()) for exact in _exact(ran))
         losses = self._observer.losses
         loss = abs(losses[-1] if losses else 0.0) * (self._observer.scale or 1.0)
         # What rounding in float32 leaves of a gradient that is 0 is about a millionth of the loss, and not far less.

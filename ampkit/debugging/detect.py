@@ -17,10 +17,10 @@ from torch.nn import Module
 from ampkit.debugging import causes
 from ampkit.debugging.nonfinite_origins import Event, Origin, broken_kinds, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Ran
-from ampkit.debugging.operator_facts import readable, tensors_in
+from ampkit.debugging.operator_facts import item_of, readable, tensors_in
 from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
 from ampkit.debugging.replay import explain, maker_of_zero
-from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
+from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.tape import Tape
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
@@ -212,10 +212,11 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             self._backwards = 0
             self._begun_step = False
 
-    def _add_findings(self) -> None:
-        """Turn the events of a step into findings, and raise for new ones."""
+    def _add_findings(self) -> list[Origin]:
+        """Turn the events of a step into findings, and raise for new ones. Returns where they began."""
         self._count()
-        found = [(origin, self._finding(origin)) for origin in find_origins(self._events, complete=self._complete)]
+        origins = find_origins(self._events, complete=self._complete)
+        found = [(origin, self._finding(origin)) for origin in origins]
         overflows = any(finding.skipped for _, finding in found)
         new = False
         for origin, finding in found:
@@ -226,6 +227,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
                 new = True
         if new and self._on_found == "raise":
             raise NonFiniteError(self.report)
+        return origins
 
     def _finding(self, origin: Origin) -> Finding:
         """The finding of an origin."""
@@ -249,7 +251,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if not finding.skipped:
             # What is undefined is no matter of precision, as long as no call is known that rounded its operands.
             undefined = finding.cause.kind in ("undefined", "from inf")
-            undefined |= finding.cause.text.endswith(causes.WITH_THE_DATA)
+            undefined |= finding.cause.is_of_data
             modules = self.modules
             changes = () if undefined else changes_for(finding, modules.region, modules.model, modules.policy)
             finding.suggestion = suggestion(changes, advice(finding))
@@ -295,7 +297,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
     def _keep(self, event: Event, call: OperatorCall, tensor: Tensor) -> Finding:
         """Keep an event until the end of the step, and begin its finding."""
         dtype, shape = causes.dtype_name(tensor.dtype), tuple(tensor.shape)
-        operation = Operation(**self._operation_fields(call), dtype=dtype, shape=shape)
+        operation = self._operation(call, dtype=dtype, shape=shape)
         micro_batch = self._backwards + 1 if call.phase == "forward" else max(1, self._backwards)
         self._events[event.index] = event
         event.finding = Finding(operation, tensor.device.type, micro_batch)
@@ -328,9 +330,10 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if call.facts.literal or causes.asks_for_nonfinite(before):
             finding.cause = causes.CONSTANT
             return
+        broken = next(i for i, (low, high) in enumerate(ran.ranges) if not math.isfinite(high - low))
+        finding.elements = causes.broken_elements(outputs[broken])
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
-            outputs, before = causes.first_broken_item(outputs, before)
-        finding.elements = causes.broken_elements(next(filter(causes.is_broken, outputs)))
+            before, outputs = item_of(before, broken, len(outputs)), [outputs[broken]]
         arguments = {id(tensor) for tensor in tensors_in(before)}
         inputs = [each for each in inputs if id(each.before) in arguments]
         broken_in: set[str] = set()
@@ -356,7 +359,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if is_new and cause.kind not in ("overflow", "intermediate"):
             return  # passed on with another sign
         finding.cause = cause
-        event.is_auxiliary = bool(ran.ranges) and math.isfinite(sum(ran.ranges[0]))
+        event.is_auxiliary = math.isfinite(sum(ran.ranges[0]))
         event.is_mask = _is_mask(call, cause)
         place = (finding.origin.op, finding.origin.file, finding.origin.line, finding.origin.phase)
         known = self._explained.get(place, 0)
@@ -368,8 +371,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         """Find the calls that rounded the operands of a call that is undefined for them."""
         finding, explanation = event.finding, explain(tape, call.index)
         finding.makers = tuple(
-            Operation(**self._operation_fields(maker.call), dtype=causes.dtype_name(maker.dtype))
-            for maker in explanation.makers
+            self._operation(maker.call, dtype=causes.dtype_name(maker.dtype)) for maker in explanation.makers
         )
         if explanation.makers:
             event.rounded = causes.Cause("rounded", explanation.text)
@@ -377,7 +379,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         finding.cause = replace(finding.cause, is_exact=explanation.exact)
         if finding.cause.kind == "undefined":
             zero = maker_of_zero(tape, call.index)
-            finding.made = None if zero is None else Operation(**self._operation_fields(zero))
+            finding.made = None if zero is None else self._operation(zero)
 
     def _blamed(self, broken: _Input, low: float, high: float, call: OperatorCall, reader: int) -> tuple[int, ...]:
         """The event to blame for a broken input with this range; none if a writer is known to be broken already."""

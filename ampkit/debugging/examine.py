@@ -24,12 +24,12 @@ from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.cheap_looks import Gradients, Roundings, StaleCasts, Sums
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.find import try_changes
-from ampkit.debugging.nonfinite_origins import Event, absorbed
+from ampkit.debugging.nonfinite_origins import Event, Origin, absorbed, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison, compare_precision
 from ampkit.debugging.proposed_changes import advice, advice_on_precision
-from ampkit.debugging.report import ExaminationReport, Operation, Problem, Suggestion
+from ampkit.debugging.report import ExaminationReport, Problem, Suggestion
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.tape import Tape
@@ -216,9 +216,10 @@ class Examination(detect_nonfinite):
         if call.index % 256 == 0:
             self.on_operator()
 
-    def _add_findings(self) -> None:
-        super()._add_findings()
-        for event in absorbed(self._events):
+    def _add_findings(self) -> list[Origin]:
+        origins = super()._add_findings()
+        # In a step that an exception ended, what nothing has read yet is no symptom, and nothing absorbs it either.
+        for event in absorbed(self._events, origins if self._complete else find_origins(self._events)):
             cause = event.finding.cause
             self.report.add_problem(
                 Problem.at(
@@ -232,6 +233,7 @@ class Examination(detect_nonfinite):
                     step=self.step,
                 )
             )
+        return origins
 
     def _note_low_loss(self, root: Tensor) -> None:
         """Note a loss that is computed in 16 bits, as no region would do."""
@@ -245,7 +247,7 @@ class Examination(detect_nonfinite):
         if forward.facts.base in _LOSSES:
             self.report.add_problem(
                 Problem.at(
-                    Operation(**self._operation_fields(forward)),
+                    self._operation(forward),
                     grade="note",
                     look="rounded",
                     kind="rounded",
@@ -296,6 +298,8 @@ class Examination(detect_nonfinite):
 
     def _explain(self, event: Event, ran: Ran, inputs: list[Any]) -> None:
         super()._explain(event, ran, inputs)
+        if event.is_mask:
+            return
         call, finding = ran.call, event.finding
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
         computed |= any(abs(number) > _LARGE_NUMBER for number in call.numbers)  # the code's own number overflows
@@ -305,7 +309,7 @@ class Examination(detect_nonfinite):
         elif finding.cause.kind in ("overflow", "intermediate", "undefined", "from inf", "rounded"):
             given = [each for ref in self.modules.inputs if (each := ref()) is not None and not is_opaque(each)]
             why = next((text for each in given if each.is_floating_point() and (text := causes.outlier(each))), "")
-        if why and not event.is_mask:
+        if why:
             finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {why}: {causes.WITH_THE_DATA}")
 
     def _name_data(self, event: Event, tensor: Tensor) -> None:

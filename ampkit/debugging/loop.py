@@ -370,9 +370,10 @@ class check_loop:
                 "gradients are clipped, or their norm is read, while they are scaled",
                 "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)",
             )
-        if clips:
+        if clips and followed:
+            line = self._caller()
             for state in followed:
-                state.clips[self._caller()] = state.clips.get(self._caller(), 0) + 1
+                state.clips[line] = state.clips.get(line, 0) + 1
         yield
 
     # --- optimizers, schedulers, regions
@@ -486,7 +487,7 @@ class check_loop:
         yield
 
     def _region(self, region: Any) -> Iterator[None]:
-        line = self._caller()
+        line = find_caller(1).line()
         yield
         self.regions.append(line)
         for device in {"cpu", current_device_type()}:

@@ -114,9 +114,8 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
     return origins
 
 
-def absorbed(events: Mapping[int, Event]) -> list[Event]:
+def absorbed(events: Mapping[int, Event], origins: list[Origin]) -> list[Event]:
     """The events of forward where inf began that a later operator absorbs, in a step where nothing used is broken."""
-    origins = find_origins(events)
     if any(origin.is_used for origin in origins):
         return []
     kinds = ("overflow", "intermediate", "undefined")

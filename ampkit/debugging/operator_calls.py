@@ -22,7 +22,7 @@ from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_caller
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
-from ampkit.debugging.report import Report
+from ampkit.debugging.report import Operation, Report
 from ampkit.engine.optimizer_steps import invalidate_casts
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
@@ -187,6 +187,10 @@ class OperatorObserver(ObserverMode, Generic[R]):
             "call": 0 if module is None else module.number,
             "backward_of": backward_of,
         }
+
+    def _operation(self, call: OperatorCall, **result: Any) -> Operation:
+        """A call for a report; `result` has the fields of its result."""
+        return Operation(**self._operation_fields(call), **result)
 
     def _name_of(self, tensor: Tensor) -> str:
         """The name of a parameter, a buffer or a gradient; "" for other tensors."""

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import ModuleCalls, find_caller
-from ampkit.debugging.causes import WITH_THE_DATA, advice_for
+from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.regions import code_of, inherits, policy_of, replaced_regions, wider
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
@@ -299,7 +299,7 @@ def advice(finding: Finding) -> Suggestion:
     if cause.kind in _ADVICE:
         code, evidence = _ADVICE[cause.kind]
         return Suggestion(code, evidence=evidence)
-    if cause.text.endswith(WITH_THE_DATA):
+    if cause.is_of_data:
         code = "look at these rows of the data: filter or normalize them, or keep them in float32 if they are right"
         return Suggestion(code, evidence="the value does not fit the dtype")
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":

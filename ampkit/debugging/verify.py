@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.debugging.causes import WITH_THE_DATA
 from ampkit.debugging.proposed_changes import LineChange, Lines, Region, advice, changes_for, line_of
 from ampkit.debugging.report import ExaminationReport, Problem, Suggestion
 
@@ -119,7 +118,7 @@ def from_json(text: str) -> AbstractContextManager[Any]:
 def _candidates(problem: Problem, region: Region) -> Iterator[Outside]:
     """The changes that may cure a problem and can be applied from outside, the likeliest first."""
     if problem.finding is not None:
-        if problem.finding.cause.text.endswith(WITH_THE_DATA):
+        if problem.finding.cause.is_of_data:
             return  # float32 may hide what is wrong with the data
         for change in changes_for(problem.finding, region, None):
             if isinstance(change, LineChange):

@@ -345,11 +345,6 @@ class RegionCache:
         self.latest: Any = None  # the mode that a region has used last
         watch_steps(self)
 
-    @property
-    def hits(self) -> int:
-        """Uses of a cached cast."""
-        return self.counts.hits
-
     def weights(self, device_type: str, dtype: Any) -> Callable[[Tensor], Any]:
         """Return the function that casts the weights of the operator that runs now: `_Casts.find`, or a plain cast.
 
