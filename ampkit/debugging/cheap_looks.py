@@ -451,24 +451,24 @@ class Roundings:
         first = 2.0 / torch.finfo(output.dtype).eps  # up to here, each integer has a number
         if site in self._seen or output.numel() < 2 or largest_finite(output) < first:
             return None
-        if is_range:
-            equal = int((output[1:] == output[:-1]).sum())
-        else:
+        left = output.detach().reshape(-1)[: None if is_range else _MAX_SHADOW].unique().numel()
+        distinct = output.numel()
+        if not is_range:
             source = call.tensors[0].detach().reshape(-1)[:_MAX_SHADOW]
             if call.tensors[0].requires_grad or (
                 source.is_floating_point() and not bool((source == source.round()).all())
             ):
                 return None
-            equal = source.unique().numel() - output.detach().reshape(-1)[:_MAX_SHADOW].unique().numel()
-        if equal <= 0:
+            distinct = source.unique().numel()
+        if left >= distinct:
             return None
         self._seen.add(site)
         name = dtype_name(output.dtype)
         return self._problem(
             call,
-            grade="lost" if is_range else "note",
+            grade="lost" if is_range or 2 * left <= distinct else "note",
             kind="rounded",
-            what=f"{equal} integers become equal to others in {name}",
+            what=f"{distinct - left} of {distinct} integers become equal to others in {name}",
             why=f"{name} holds each integer up to {first:g} only",
             suggestion=Suggestion("make it in float32, and keep what is computed from it in float32"),
         )

@@ -220,16 +220,16 @@ class Examination(detect_nonfinite):
         origins = super()._add_findings()
         # In a step that an exception ended, what nothing has read yet is no symptom, and nothing absorbs it either.
         for event in absorbed(self._events, origins if self._complete else find_origins(self._events)):
-            cause = event.finding.cause
+            cause = event.rounded or event.finding.cause
             self.report.add_problem(
                 Problem.at(
                     event.finding.origin,
                     grade="note",
                     look="nonfinite",
-                    kind=cause.kind,
+                    kind=event.finding.cause.kind,
                     what=f"a result is {event.values}, which a later operator absorbs",
                     why=f"{cause.text}; {event.finding.elements}",
-                    suggestion=advice(event.finding),
+                    suggestion=advice(replace(event.finding, cause=cause)),
                     step=self.step,
                 )
             )

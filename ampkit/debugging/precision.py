@@ -450,7 +450,7 @@ def _lost_in_place(results: list[Tensor], exact: list[Tensor], before: dict[int,
     wanted = lost = 0
     for result, wide_result in zip(results, exact, strict=False):
         old = before.get(id(result))
-        if old is not None:
+        if old is not None and old.shape == result.shape:  # `transpose_` changes it
             changes = wide_result != old
             wanted += int(changes.sum())
             lost += int((changes & (result == old)).sum())

@@ -285,9 +285,7 @@ class _Search:
                 continue
             try:
                 self._compute(recorded, carried, exact=index in exact, jitter=jitter)
-            except _Gone:
-                raise
-            except Exception:  # an operator that has no float64, or that finds another number of elements
+            except Exception:  # operands are gone, no float64, or another number of elements
                 self._inexact.add(index)
         return carried
 

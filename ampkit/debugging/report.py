@@ -389,6 +389,9 @@ class ExaminationReport(NonFiniteReport):
         """
         places = {(each.origin.file, each.origin.line): each for each in reversed(self.findings)}
         findings = [each for each in self.findings if places[each.origin.file, each.origin.line] is each]
+        for each in self.findings:
+            first = places[each.origin.file, each.origin.line]
+            first.last = max(first.last, each.last)
         problems = [*map(Problem.of_loop, self.loop), *map(Problem.of_finding, findings), *self.problems]
         for problem in problems:
             problem.suggestion = self.suggestions.get(problem.key, problem.suggestion)

@@ -209,9 +209,10 @@ class Tape:
         """Keep the values of a storage that was written over, if its maker cannot compute them again."""
         values = view.values
         values.overwritten, values.kept = True, None
-        whole = copy is not None and copy.numel() == values.count and copy.is_contiguous() and not copy.is_complex()
-        if copy is not None and whole and view.stride == copy.stride():
-            values.copy = copy.detach().view(-1)
+        if copy is None or copy.is_complex() or view.offset or view.stride != copy.stride():
+            return
+        if copy.numel() == values.count == copy.untyped_storage().nbytes() // copy.itemsize:
+            values.copy = copy.detach().as_strided((values.count,), (1,))
             self._count(values, copy.nbytes)
 
     def _count(self, values: Values, size: int) -> None:

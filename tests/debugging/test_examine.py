@@ -278,6 +278,25 @@ def test_an_inf_that_is_absorbed_is_worth_knowing() -> None:
     assert "float32" in (found.suggestion.code if found.suggestion else "")
 
 
+def test_an_epsilon_that_rounding_removes_before_what_is_absorbed() -> None:
+    """As in the log-mel features of speech, whose floor of 1e-10 is 0 in float16."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def run() -> None:
+        for _ in range(3):
+            decibels = torch.zeros(4, 4, dtype=F16).clamp(min=1e-10).log10()  # a floor
+            model(torch.maximum(decibels, torch.tensor(-8.0)).float()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = only(run)
+    assert (found.grade, found.line) == ("note", line_of("a floor"))
+    assert found.why.startswith("1e-10 is 0 in float16")
+    assert "write a number that the dtype can represent" in (found.suggestion.code if found.suggestion else "")
+    assert (found.step, found.last, found.times) == (0, 2, 3)
+
+
 def test_alignments_of_a_ctc_loss_that_are_impossible_are_no_note() -> None:
     model = nn.Linear(4, 5)
 
@@ -395,6 +414,20 @@ def test_positions_in_16_bits() -> None:
     found = only(lambda: torch.arange(600, dtype=B16) / 600)  # positions
     assert (found.grade, found.line) == ("lost", line_of("positions"))
     assert problems(lambda: torch.arange(256, dtype=B16)) == []
+
+
+@pytest.mark.parametrize(("start", "grade"), [(65536, "lost"), (200, "note")])
+def test_positions_that_a_region_casts(start: int, grade: str) -> None:
+    """As in a rotary embedding under a region: of a grid far from 0 all positions become the same."""
+    frequencies, positions = torch.tensor([[1.0], [0.1]]), torch.arange(start, start + 64).float()[None]
+
+    def run() -> None:
+        with torch.autocast("cpu", B16):
+            frequencies @ positions  # positions of a grid
+
+    found = only(run)
+    assert (found.grade, found.line) == (grade, line_of("positions of a grid"))
+    assert "of 64 integers become equal" in found.what
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0])

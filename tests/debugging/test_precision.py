@@ -148,6 +148,14 @@ def test_a_cast_that_casts_nothing_leaves_the_users_own_alone() -> None:
     assert torch.equal(x, torch.tensor([1.0, 2.0]))
 
 
+def test_a_result_that_is_transposed_in_place() -> None:
+    """As torch's recurrent layers do in float16 with `batch_first`."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    report = compare_precision(lambda: (model.half()(x.half()) * 2).transpose_(0, 1).float().sum().backward(), model)
+    assert "aten::transpose_" in {call.op for call in report.operators}
+    assert report.lost_updates == []
+
+
 def test_integers_in_place_run_once() -> None:
     counter = torch.zeros(3, dtype=torch.int64)
     compare_precision(lambda: counter.index_put_((torch.ones(3).half() > 0,), torch.tensor(1), accumulate=True))

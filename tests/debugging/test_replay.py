@@ -53,6 +53,20 @@ def in_place(x: Tensor) -> Tensor:
 
 
 @case(ROUNDED, F16)
+def an_epsilon_behind_what_is_gone(x: Tensor) -> Tensor:
+    """Complex numbers that are written over are not kept, and random ones cannot be computed again."""
+    y = torch.randn(8, 8, dtype=torch.complex64).mul_(2).real.abs().half() * 0
+    return (x * 0 + y) / (y + 1e-15)  # here
+
+
+@case(ROUNDED, F16)
+def behind_random_numbers_in_channels_last(x: Tensor) -> Tensor:
+    y = torch.rand(1, 8, 2, 4).contiguous(memory_format=torch.channels_last).mul_(1e-9)
+    y = torch.empty_like(y).uniform_().add_(1).mul_(1e-9).half()  # here
+    return (x + y.reshape(8, 8)[:1] * 0).relu() * 0 + y.reshape(8, 8).log()
+
+
+@case(ROUNDED, F16)
 def in_backward(x: Tensor) -> Tensor:
     y = (x.float().abs() * 1e-9).half()  # here
     return y.float().sqrt()
