@@ -200,11 +200,16 @@ class _Search:
         indices = [index for index in exact if index != self._target.call.index]
         carried, jittered = self._run(indices), self._run(indices, _JITTER)
         significant = [torch.zeros_like(each) for each in cured]
+        operands = [view for view in self._target.operands() if view.is_float]
+        from_inf = any(not bool(torch.isfinite(view.of(self._own(view.values))).all()) for view in operands)
         for view in self._target.operands():
             if view.values not in carried:
                 continue
             own, wide = view.of(self._own(view.values)), view.of(carried[view.values])
-            differs = (own - wide).abs() > 10 * (view.of(jittered[view.values]) - wide).abs()
+            if from_inf:  # of inf in the data another weight makes inf elsewhere, and cures nothing
+                differs = torch.isfinite(wide) & ~torch.isfinite(own)
+            else:
+                differs = (own - wide).abs() > 10 * (view.of(jittered[view.values]) - wide).abs()
             for elements in significant:
                 try:
                     elements |= differs.expand(elements.size())

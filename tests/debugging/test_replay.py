@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampkit.debugging import detect_nonfinite
@@ -177,6 +178,20 @@ def test_two_makers_are_named_with_the_larger_one_first() -> None:
     finding = finding_of(two, F16)
     first = inspect.getsourcelines(two)[1]
     assert [maker.line - first for maker in finding.makers] == [2, 1]
+
+
+def test_inf_of_the_data_is_not_made_by_the_rounding_of_a_weight() -> None:
+    """A kernel in 16 bits may spread an inf over more elements than one in float64."""
+
+    def convolved(x: Tensor) -> Tensor:
+        images = torch.randn(30, 1, 16, 16)
+        images[7, 0, 3, 3] = torch.inf
+        weight = torch.randn(16, 1, 3, 3, requires_grad=True) / 3
+        return F.conv2d(images.bfloat16(), weight.bfloat16(), padding=1).float().mean() + x
+
+    finding = finding_of(convolved, B16)
+    assert finding.makers == ()
+    assert finding.cause.kind in ("from inf", "arrived"), finding
 
 
 def test_memory_that_a_kernel_wrote_is_not_computed_again() -> None:
