@@ -293,7 +293,7 @@ def _exact(ran: Ran) -> list[Tensor]:
     """The results of a call in float64; none if it has no float64."""
     try:
         return run_in_float64(ran.func, ran.call.facts, *ran.arguments())
-    except Exception:  # of many kinds
+    except Exception:  # operators without float64 raise many kinds of errors
         return []
 
 
@@ -451,15 +451,15 @@ class Roundings:
         first = 2.0 / torch.finfo(output.dtype).eps  # up to here, each integer has a number
         if site in self._seen or output.numel() < 2 or largest_finite(output) < first:
             return None
-        left = output.detach().reshape(-1)[: None if is_range else _MAX_SHADOW].unique().numel()
-        distinct = output.numel()
+        values, distinct = output.detach().reshape(-1), output.numel()
         if not is_range:
             source = call.tensors[0].detach().reshape(-1)[:_MAX_SHADOW]
             if call.tensors[0].requires_grad or (
                 source.is_floating_point() and not bool((source == source.round()).all())
             ):
                 return None
-            distinct = source.unique().numel()
+            values, distinct = values[:_MAX_SHADOW], source.unique().numel()
+        left = values.unique().numel()
         if left >= distinct:
             return None
         self._seen.add(site)
