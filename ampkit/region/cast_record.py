@@ -8,7 +8,6 @@ from math import prod
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from ampkit.dtypes import dtype_name
 from ampkit.policy.module_paths import starred
@@ -79,15 +78,12 @@ class CastRecord:
 
     `calls` has a `RecordedCall` for each call of an operator with a rule, in order. `compiled` is True if compiled code
     may have run operators that were not recorded: `torch.compile` traced a region meanwhile, or nothing was recorded in
-    a process that has compiled something. `merged` has the calls whose casts made distinct integers equal; it is filled
-    when the record ends.
+    a process that has compiled something.
     """
 
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
         self.compiled = False
-        self.integers: list[tuple[RecordedCall, Tensor]] | None = None  # calls with results of `merges_integers`
-        self.merged: list[RecordedCall] = []
         self.float8_notes = Float8Notes()
 
     @property
@@ -175,20 +171,7 @@ class CastRecord:
                 "operators in compiled code are not recorded: record the step before it is compiled, or under "
                 'torch.compiler.set_stance("force_eager")'
             )
-        return "\n".join([*lines, *self.merged_lines()])
-
-    def merged_lines(self) -> list[str]:
-        """A line for each module, or line of code, whose casts made distinct integers equal."""
-        groups = _grouped(
-            self.merged,
-            lambda call: (call.op, starred(call.module) or call.line, call.operands, call.computed_in),
-        )
-        return [
-            f"distinct integers became equal: {calls[0].op} in "
-            f"{_path([call.module for call in calls]) or calls[0].line}, "
-            f"{_names(calls[0].operands)} cast to {_names(calls[0].computed_in)}"
-            for calls in groups
-        ]
+        return "\n".join(lines)
 
     def _table(self) -> list[str]:
         lines = table([_HEADER, *map(_row, _row_groups(self.calls))], {"calls", "casts", "cached", "MB"})

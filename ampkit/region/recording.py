@@ -28,20 +28,12 @@ from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Explanation, Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
-from ampkit.torch_internals.dispatcher import Exclude
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
-from ampkit.torch_internals.float8_matmul import is_eager
 from ampkit.torch_internals.modules import CALL
-from ampkit.torch_internals.operator_tracing import is_opaque
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.transforms import functorch_level
-from ampkit.user_code import is_library, warn_user
-from ampkit_kernels import is_capturing
+from ampkit.user_code import is_library
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
-
-_MAX_ELEMENTS = 1 << 14  # elements that `merges_integers` sorts: all of an activation would take long
-_LARGEST_INTEGER = 1 << 24  # float32 has every integer up to here; larger numbers are constants of masks
 
 
 class record_casts(contextlib.ContextDecorator):
@@ -58,22 +50,11 @@ class record_casts(contextlib.ContextDecorator):
     Operators without a rule do not appear, because a region does not see them; nor do regions that were open before.
     Code under `torch.compile` is left out, unless its backend runs operators one by one ("eager"): record the function
     before it is compiled. FakeTensors are recorded like others, also for a GPU that the machine does not have. Inside
-    another record, only the inner one records.
-
-    Warns where a cast made distinct integers equal, as bfloat16 does to positions above 256 that are stored as floats:
-    keep such a tensor in float32. The check looks at the first 16,384 elements of each tensor that requires no
-    gradient, on the device, and reads the results when the record ends, which synchronizes.
-
-    Args:
-        check_integers: False leaves this check out. Then recording never synchronizes.
+    another record, only the inner one records. Recording never synchronizes.
     """
-
-    def __init__(self, *, check_integers: bool = True) -> None:
-        self.check_integers = check_integers
 
     def __enter__(self) -> CastRecord:
         self.record = CastRecord()
-        self.record.integers = [] if self.check_integers else None
         records.append(self.record)
         return self.record
 
@@ -81,14 +62,6 @@ class record_casts(contextlib.ContextDecorator):
         records[:] = [record for record in records if record is not self.record]  # another thread's may be last
         if not self.record.calls:
             self.record.compiled = self.record.compiled or has_compiled()
-        self.record.merged = [] if any(exc) else [call for call, merges in self.record.integers or () if merges]
-        if self.record.merged:
-            warn_user(
-                "; ".join(self.record.merged_lines()) + ". Compute there in float32, by a rule for the module, in an "
-                "amp.float_function or in `with autocast(enabled=False)`; record_casts(check_integers=False) turns "
-                "this check off",
-                ("torch.", "contextlib"),
-            )
 
 
 records: list[CastRecord] = []  # those being taken; regions write to the last
@@ -156,7 +129,7 @@ class _RecordingMode(AutocastMode):
         elif rule in RECIPES:
             float8 = why_not(op, args, kwargs, policy.device_type)
         module, line = _call_site(sys._getframe(1))
-        recorded = RecordedCall(
+        return RecordedCall(
             op.name(),
             rule,
             layer,
@@ -171,12 +144,6 @@ class _RecordingMode(AutocastMode):
             tuple([() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given]),
             float8,
         )
-        data = [(old, new) for old, new in made if not old.requires_grad]
-        if data and self.record.integers is not None:
-            with Exclude(self.excluded_keys):
-                merged = [merges_integers(old, new.dtype) for old, new in data]
-            self.record.integers += [(recorded, merges) for merges in merged if merges is not None]
-        return recorded
 
 
 def _cached_cast(cache: WeightCache | RegionCache, leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,24 +188,3 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
     return tuple([tensor.dtype for tensor in tensors])
-
-
-def merges_integers(exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Whether a tensor holds only integers and a cast makes distinct ones equal: a 0-d bool. Never synchronizes.
-
-    None if this is not checked: the tensor requires a gradient, is not of float32, or is traced, sparse or captured.
-    """
-    if (
-        exact.dtype is not torch.float32
-        or dtype.itemsize != 2
-        or exact.requires_grad
-        or not is_eager(exact)
-        or is_opaque(exact)
-        or functorch_level() is not None
-        or is_capturing(exact.device)
-    ):
-        return None
-    values = exact.detach().flatten()[:_MAX_ELEMENTS].sort().values  # rounding keeps the order
-    cast = values.to(dtype)
-    integers = ((values == values.round()) & (values.abs() <= _LARGEST_INTEGER)).all()
-    return integers & ((values[1:] != values[:-1]) & (cast[1:] == cast[:-1])).any()

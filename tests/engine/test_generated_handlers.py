@@ -31,7 +31,7 @@ def test_every_sample_comes_out_the_same_in_both_ways(policy: Policy, dtype: tor
     volumes, rows = torch.randn(2, 2, 2, 2, 2, dtype=dtype), torch.randn(3, 4, dtype=dtype)
     calls += [Call("conv3d", F.conv3d, (volumes, volumes), {}), Call("lerp", torch.lerp, tuple(rows), {})]
     want = [run(call, region(policy, BF16), backward="outside") for call in calls]
-    with record_casts(check_integers=False) as record:
+    with record_casts() as record:
         got = [run(call, region(policy, BF16), backward="outside") for call in calls]
     differences = {call.name: difference(*pair) for call, *pair in zip(calls, want, got, strict=True)}
     assert {name: text for name, text in differences.items() if text} == {}
@@ -144,7 +144,7 @@ def test_torch_s_kernel_leaves_a_call_as_the_general_handler_does() -> None:
                 return str(error)
 
         generated = results()
-        with record_casts(check_integers=False):
+        with record_casts():
             general = results()
         if isinstance(general, str) or isinstance(generated, str):
             assert generated == general

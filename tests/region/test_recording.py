@@ -2,7 +2,6 @@
 
 import re
 import textwrap
-import warnings
 import weakref
 
 import pytest
@@ -290,53 +289,3 @@ def test_misaligned_sizes_by_what_is_computed_in():
         ones(9, 9).double() @ ones(9, 9).double()
     assert [call.computed_in for call in record.calls] == [(torch.float64,) * 2]
     assert record.misaligned() == ()
-
-
-POSITIONS = torch.arange(300.0)
-INTEGERS = {
-    "positions": (POSITIONS, BF16, True),
-    "float16's are exact up to 2048": (POSITIONS, torch.float16, False),
-    "unordered": (torch.tensor([9.0, 4097.0, -3.0, 9.0, 4098.0]), torch.float16, True),
-    "equal before": (torch.full((300,), 257.0), BF16, False),
-    "no integers": (POSITIONS + 0.5, BF16, False),
-    "a mask": (torch.tensor([0.0, -torch.inf, torch.finfo(FP32).min]), BF16, False),
-    "with a gradient": (POSITIONS.clone().requires_grad_(), BF16, False),
-    "meta": (POSITIONS.to("meta"), BF16, False),
-}
-
-
-class Rope(nn.Module):
-    def forward(self, positions):
-        return positions[:, None] @ torch.ones(1, 4, device=positions.device)
-
-
-@pytest.mark.parametrize("name", INTEGERS)
-def test_a_record_warns_of_integers_that_became_equal(name):
-    positions, dtype, merged = INTEGERS[name]
-    line = f"distinct integers became equal: aten::matmul in rope.*, float32 x2 cast to {str(dtype)[6:]} x2"
-    model = nn.ModuleDict({"rope": nn.ModuleList([Rope(), Rope()])})
-    model.forward = lambda positions: [layer(positions) for layer in model["rope"]]
-    with warnings.catch_warnings(record=True) as seen, record_casts() as record, autocast("cpu", dtype):
-        warnings.simplefilter("always")
-        model(positions)
-    assert [str(warning.message).partition(". ")[0] for warning in seen] == ([line] if merged else [])
-    assert [call.op for call in record.merged] == (["aten::matmul"] * 2 if merged else [])
-    assert str(record).endswith(line) is merged
-
-
-def test_the_check_of_integers_can_be_left_out_and_is_no_part_of_the_record():
-    with record_casts(check_integers=False) as unasked, autocast("cpu", BF16):
-        Rope()(POSITIONS)
-    policy = Policy.default("cpu").with_rules({"aten::eq.Tensor": Rule.FLOAT32, "aten::ne.Tensor": Rule.LOWER})
-    with (  # once: not under `vmap`
-        pytest.warns(UserWarning, match="distinct integers"),
-        record_casts() as asked,
-        autocast("cpu", BF16, policy=policy),
-    ):
-        (Rope()(POSITIONS), torch.vmap(Rope())(POSITIONS[None]))
-    assert [call.op for call in unasked.calls] == ["aten::matmul"]
-    assert [call.op for call in asked.calls] == ["aten::matmul"] * 2
-    assert len(asked.merged) == 1
-    with pytest.raises(ZeroDivisionError), record_casts() as broken, autocast("cpu", BF16):  # no warning beside it
-        Rope()(POSITIONS).relu().sum() / (1 // 0)
-    assert broken.merged == []
