@@ -59,53 +59,6 @@ __all__ = [
 ]
 
 _ON_DEMAND = ("debugging", "integrations")  # imported when first used
-# Names that users of torch.amp and Apex know, and what to use instead.
-_ELSEWHERE = {
-    **dict.fromkeys(
-        (
-            "is_autocast_enabled",
-            "is_autocast_cache_enabled",
-            "get_autocast_dtype",
-            "get_autocast_gpu_dtype",
-            "get_autocast_cpu_dtype",
-            "set_autocast_enabled",
-            "set_autocast_dtype",
-        ),
-        "torch's function of this name, because regions set torch's own autocast state",
-    ),
-    "is_autocast_available": "torch.amp.is_autocast_available",
-    "autocast_mode": "ampkit.autocast, ampkit.custom_fwd and ampkit.custom_bwd",
-    "grad_scaler": "ampkit.GradScaler; for private names, torch.amp.grad_scaler",
-    "OptState": "torch.amp.grad_scaler.OptState, which ampkit.GradScaler uses",
-    "checkpoint": "torch.utils.checkpoint.checkpoint, which recomputes under the region and policy of its forward",
-    **dict.fromkeys(
-        (
-            "disable_casts",
-            "float_function",
-            "half_function",
-            "initialize",
-            "load_state_dict",
-            "master_params",
-            "promote_function",
-            "register_float_function",
-            "register_half_function",
-            "register_promote_function",
-            "scale_loss",
-            "state_dict",
-        ),
-        "ampkit.amp, which has Apex's names",
-    ),
-    **dict.fromkeys(("FP16_Optimizer", "fp16_utils"), "ampkit.FP16Optimizer and ampkit.half"),
-    **dict.fromkeys(("network_to_half", "convert_network"), "ampkit.half, which keeps batch norms in float32"),
-    **dict.fromkeys(
-        ("DynamicLossScaler", "LossScaler"),
-        "ampkit.GradScaler with ampkit.DynamicLossScale or ampkit.StaticLossScale",
-    ),
-    **dict.fromkeys(("FusedAdam", "FusedSGD", "optimizers"), "ampkit.optim.AdamW and ampkit.optim.SGD"),
-    **dict.fromkeys(
-        ("clip_grad_norm_", "clip_grad_value_"), "the methods of ampkit.GradScaler, which unscale gradients first"
-    ),
-}
 
 if not TYPE_CHECKING:  # a type checker would accept every name
 
@@ -113,8 +66,7 @@ if not TYPE_CHECKING:  # a type checker would accept every name
         """Import the packages that only some users need."""
         if name in _ON_DEMAND:
             return importlib.import_module(f"ampkit.{name}")
-        hint = f"; expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-        raise AttributeError(f"module 'ampkit' has no attribute {name!r}{hint}")
+        raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
