@@ -3,18 +3,16 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ampkit import amp, optim
+from ampkit import amp, optim, products
 from ampkit.amp.fp16_optimizer import FP16Optimizer
-from ampkit.engine.weight_cache import WeightCache
+from ampkit.autocast.cast_record import CastRecord
+from ampkit.autocast.custom_function import custom_bwd, custom_fwd
+from ampkit.autocast.records import record_casts
+from ampkit.autocast.region import autocast, clear_autocast_cache
 from ampkit.half_precision.check_half import check_half
 from ampkit.half_precision.half import half
 from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.policy.policy import Policy, Rule, register_op
-from ampkit.region.autocast import autocast, clear_autocast_cache
-from ampkit.region.cast_record import CastRecord
-from ampkit.region.custom_function import custom_bwd, custom_fwd
-from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
-from ampkit.region.recording import record_casts
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -41,7 +39,6 @@ __all__ = [
     "ScalerStats",
     "StaticLossScale",
     "TimesMedian",
-    "WeightCache",
     "amp",
     "autocast",
     "check_half",
@@ -52,10 +49,9 @@ __all__ = [
     "half",
     "integrations",
     "optim",
+    "products",
     "record_casts",
     "register_op",
-    "unwrap_forward",
-    "wrap_forward",
 ]
 
 _ON_DEMAND = ("debugging", "integrations")  # imported when first used

@@ -15,7 +15,7 @@ TORCH = "torch.amp"
 TORCH_OPERATORS = "torch"  # its operators and optimizers, called without a scaler around them
 AMPKIT = "ampkit"
 SAME_LIST = "ampkit, torch's list"  # ampkit with `Policy.torch`: the same casts as torch.amp
-KEPT = "ampkit, WeightCache"  # the same with a cache that outlives regions
+KEPT = "ampkit, outer region"  # the same in a disabled region around it
 OWN_OPTIMIZER = "ampkit, ampkit.optim"
 
 

@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 import torch
 
 import ampkit.doctor  # noqa: F401  (imports every module that looks a name up)
-from ampkit.torch_internals.dispatcher import KEY_NAMES
-from ampkit.torch_internals.private_names import looked_up
-from ampkit.torch_internals.versions import SUPPORTED
+from ampkit.autocast.dispatch import KEY_NAMES
+from ampkit.torch_private import looked_up
+from ampkit.torch_versions import SUPPORTED
 
 PAGE = Path(__file__).with_name("versions.md")
 HEAD = f"""# Versions of torch
@@ -31,11 +31,11 @@ The first region of a process tests a newer torch, and `ampkit doctor` reports t
 | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |
 """
 FOOT = f"""
-## What regions need and torch does not promise
+## What ampkit needs and torch does not promise
 
 The dispatch keys `{"` and `".join(KEY_NAMES.values())}` are there in every version
 of the table, and so are the names below: a test holds that, and what happens where one is not. None has a public
-counterpart. Without one, regions are refused and all else works.
+counterpart. Without one, importing ampkit fails and names it.
 
 {{}}
 """

@@ -8,14 +8,14 @@ import sys
 import torch
 from torch import nn
 
-from ampkit import Policy, wrap_forward
+from ampkit import Policy, autocast
 
 
 def main(path: str = "model.onnx") -> "torch.onnx.ONNXProgram":
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).eval()
     policy = Policy.default("cpu").for_modules(model, {"2": torch.float32})
-    wrap_forward(model, "cpu", torch.float16, policy=policy)
+    model.forward = autocast("cpu", torch.float16, policy=policy)(model.forward)  # type: ignore[method-assign]
     program = torch.onnx.export(model, (torch.randn(8, 16),), dynamo=True, verbose=False)
     assert program is not None
     program.save(path)

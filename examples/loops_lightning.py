@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 import ampkit.optim
-from ampkit import WeightCache
 from ampkit.integrations import fabric as for_fabric
 from ampkit.integrations.lightning import MixedPrecision, ScaleMonitor
 
@@ -46,7 +45,7 @@ def with_the_trainer() -> dict[str, torch.Tensor]:
             log_every_n_steps=4,
             enable_checkpointing=False,
             enable_progress_bar=False,
-            plugins=[MixedPrecision("16-mixed", DEVICE, cache=WeightCache())],
+            plugins=[MixedPrecision("16-mixed", DEVICE)],
             callbacks=[ScaleMonitor()],
         )
         trainer.fit(Regression(), batches())

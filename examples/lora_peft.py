@@ -1,10 +1,10 @@
-"""LoRA with PEFT: adapters in float32 train beside frozen weights, which a `WeightCache` casts once for all steps."""
+"""LoRA with PEFT: adapters in float32 train beside frozen weights."""
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ampkit import Policy, WeightCache, autocast
+from ampkit import Policy, autocast
 
 
 def main(steps: int = 20) -> list[float]:
@@ -13,14 +13,13 @@ def main(steps: int = 20) -> list[float]:
     base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)).to(device)
     policy = Policy.default(device.type).for_modules(model, {"**.lm_head": torch.float32})  # after get_peft_model
-    cache = WeightCache()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     codes = torch.randint(64, (8, 32), device=device)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        with autocast(device.type, torch.bfloat16, policy=policy, cache=cache):
+        with autocast(device.type, torch.bfloat16, policy=policy):
             loss = model(input_ids=codes, labels=codes).loss
         loss.backward()
         optimizer.step()

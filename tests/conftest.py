@@ -31,12 +31,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ampkit")
 
 
-@pytest.fixture
-def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `WeightCache` keeps casts of weights of any size where autograd records: as a rule, only of large ones."""
-    monkeypatch.setattr("ampkit.engine.weight_cache.SMALLEST_CONNECTED", 0)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` on machines without a CUDA device."""
     if HAS_CUDA:
@@ -63,9 +57,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _restored_rules() -> Iterator[None]:
-    """Take back rules of `register_op`, and forget which module rules without effect were warned of."""
-    if "ampkit.region.module_hooks" in sys.modules:
-        sys.modules["ampkit.region.module_hooks"]._warned.clear()
+    """Take back rules of `register_op`."""
     policy = sys.modules.get("ampkit.policy.policy")
     before = dict(policy._Registered.rules) if policy else {}
     yield

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampkit.engine.thread_state import thread
+from ampkit.autocast.dispatch import is_open
+from ampkit.autocast.state import thread
+from ampkit.debugging.operator_tracing import current_node
+from ampkit.devices import current_device_type
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.policy import Policy
-from ampkit.torch_internals.dispatcher import is_open
-from ampkit.torch_internals.operator_tracing import current_node
-from ampkit.torch_internals.operators import current_device_type
 from ampkit.user_code import AMPKIT, TORCH, is_library
 
 _Kind = Literal["user", "library", "scaler", "recompute", "backward"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, tensors_in
+from ampkit.debugging.operator_tracing import OpOverload
 from ampkit.dtypes import dtype_name
-from ampkit.torch_internals.operator_tracing import OpOverload
 
 _OUTLIER = 1e6  # times the median: values of data that are no matter of precision
 _BELOW_FLOAT64 = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)

@@ -27,6 +27,14 @@ from ampkit.debugging.find import try_changes
 from ampkit.debugging.nonfinite_origins import Event, Origin, absorbed, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import tensors_in
+from ampkit.debugging.operator_tracing import (
+    LoaderIterator,
+    OpOverload,
+    is_opaque,
+    node_sequence_number,
+    storage_key,
+    without_dispatch,
+)
 from ampkit.debugging.precision import PrecisionComparison, compare_precision
 from ampkit.debugging.proposed_changes import advice, advice_on_precision
 from ampkit.debugging.report import ExaminationReport, Problem, Suggestion
@@ -35,14 +43,6 @@ from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.tape import Tape
 from ampkit.debugging.two_scales import TwoScales
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
-from ampkit.torch_internals.operator_tracing import (
-    LoaderIterator,
-    OpOverload,
-    is_opaque,
-    node_sequence_number,
-    storage_key,
-    without_dispatch,
-)
 
 _DEAR_SHARE = 0.3  # dear looks may take so much of the time of the run
 _MANY_SKIPS = 8  # steps that a scaler skips

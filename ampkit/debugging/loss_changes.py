@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.containers import map_tensors
+from ampkit.debugging.operator_tracing import is_opaque, without_dispatch
 from ampkit.debugging.reference_copies import ReferenceCopies
-from ampkit.torch_internals.operator_tracing import is_opaque, without_dispatch
-from ampkit.torch_internals.transforms import functorch_level
+from ampkit.torch_private import functorch_level
 
 _SAMPLE = 2**12  # the most elements of a tensor whose errors are kept until backward, but 32 rows
 _SMALLEST_LOSS = 0.1  # smaller ones count as this: the losses of some methods are near 0 by chance

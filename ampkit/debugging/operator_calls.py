@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampkit.autocast.weight_cache import invalidate_casts
 from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_caller
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
-from ampkit.debugging.report import Operation, Report
-from ampkit.engine.optimizer_steps import invalidate_casts
-from ampkit.torch_internals.operator_tracing import (
+from ampkit.debugging.operator_tracing import (
     FakeTensor,
     ObserverMode,
     OpOverload,
@@ -35,6 +34,7 @@ from ampkit.torch_internals.operator_tracing import (
     storage_key,
     without_dispatch,
 )
+from ampkit.debugging.report import Operation, Report
 
 R = TypeVar("R", bound=Report)
 
@@ -135,7 +135,7 @@ class OperatorObserver(ObserverMode, Generic[R]):
         self._thread = _Thread()
         super().__enter__()
         stack.callback(super().__exit__, None, None, None)
-        invalidate_casts()  # casts in a `WeightCache` are made again, so that they are observed
+        invalidate_casts()  # casts of an outer region are made again, so that they are observed
         self.begun = True
 
     def _note_compiled(self, stack: ExitStack) -> None:

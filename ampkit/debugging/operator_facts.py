@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.containers import map_tensors
-from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
-from ampkit.torch_internals.operators import is_composite
+from ampkit.debugging.operator_tracing import OpOverload, is_opaque
+from ampkit.policy.operators import is_composite
 
 # Their results are uninitialized memory.
 _UNINITIALIZED = frozenset(

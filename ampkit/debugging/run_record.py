@@ -20,10 +20,10 @@ from torch.nn import Module
 
 from ampkit.debugging.detect import rank
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
+from ampkit.debugging.operator_tracing import OpOverload, is_opaque, storage_key
 from ampkit.debugging.report import Report, plain
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.dtypes import dtype_name
-from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
 KIND, VERSION = "ampkit.debugging.run", 1
 _FIRST_STEPS = 4  # so many steps are recorded at the beginning; later those whose number is a power of two

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import item_of, tensors_in
-from ampkit.torch_internals.operator_tracing import (
+from ampkit.debugging.operator_tracing import (
     OpOverload,
     StorageWeakRef,
     is_opaque,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ampkit.gradients.collect import host_value_or_none, moved
-from ampkit.torch_internals.dynamo import dynamo_skip
-from ampkit.torch_internals.optimizers import skip_compilation
+from ampkit.gradients.torch_private import skip_compilation
+from ampkit.torch_private import dynamo_skip
 
 _MISSING = object()
 

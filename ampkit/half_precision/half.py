@@ -18,9 +18,9 @@ from torch.nn import Module
 from ampkit.containers import cast
 from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype, short
 from ampkit.half_precision.boundary import Boundary, keep_in_float32, put_boundary, refuse_bounded, refuse_patched
-from ampkit.policy.module_paths import classes_of, is_container, is_scripted, was_named
+from ampkit.policy.module_paths import is_container, is_scripted
 from ampkit.policy.module_rules import matches
-from ampkit.torch_internals.modules import BatchNorm, InstanceNorm
+from ampkit.torch_private import BatchNorm, InstanceNorm
 
 __all__ = ["BATCH_NORMS", "NORMS", "half"]
 
@@ -193,11 +193,13 @@ def _called_modules(path: str, module: Module) -> Iterator[tuple[str, Module]]:
         yield from _called_modules(f"{path}.{name}" if path else name, child)
 
 
-def _matches(key: Any, module: Module, path: str) -> bool:
+def _matches(key: Any, module: Any, path: str) -> bool:
     if isinstance(key, str):
         return matches(key, path)
     if isinstance(key, type):
-        return key in classes_of(module) or was_named(module, key.__name__)
+        # TorchScript keeps the name of a class alone.
+        was_named = module.original_name if is_scripted(module) else ""
+        return key in type(module).__mro__ or was_named == key.__name__
     return module is key
 
 

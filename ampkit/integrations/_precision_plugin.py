@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from ampkit.engine.weight_cache import WeightCache
+from ampkit.autocast.arguments import named_policy
+from ampkit.autocast.region import autocast
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import named_policy
-from ampkit.region.autocast import autocast
 from ampkit.scaler.grad_scaler import GradScaler
 
 
@@ -34,7 +33,6 @@ class PrecisionPlugin:
         scaler: GradScaler | None = None,
         *,
         policy: Policy | str | None = None,
-        cache: WeightCache | None = None,
     ) -> None:
         device_type = device.partition(":")[0]
         if not getattr(getattr(torch, device_type, None), "is_available", lambda: True)():
@@ -43,7 +41,6 @@ class PrecisionPlugin:
                 f"that it trains on, such as 'cpu'"
             )
         self.policy = None if policy is None else named_policy(policy, device_type)
-        self.cache = cache
         scaler = GradScaler(device) if precision == "16-mixed" and scaler is None else checked_scaler(scaler)
         super().__init__(precision, device, scaler if precision == "16-mixed" else None)  # type: ignore[call-arg]
         self.scaler = scaler  # not passed above: the libraries' plugins refuse a scaler in bfloat16
@@ -51,4 +48,4 @@ class PrecisionPlugin:
     def region(self) -> autocast:
         """A region with the plugin's settings."""
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-        return autocast(self.device, dtype, policy=self.policy, cache=self.cache)
+        return autocast(self.device, dtype, policy=self.policy)

@@ -14,11 +14,10 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
-from ampkit.engine.weight_cache import WeightCache
+from ampkit.autocast.arguments import named_policy
+from ampkit.autocast.region import autocast as region_type
 from ampkit.integrations._precision_plugin import checked_scaler
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import named_policy
-from ampkit.region.autocast import autocast as region_type
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]
@@ -33,7 +32,6 @@ def use_ampkit(
     *,
     policy: Policy | str | None = None,
     scaler: GradScaler | None = None,
-    cache: WeightCache | None = None,
 ) -> A:
     """Use ampkit's regions and `GradScaler` in an `Accelerator`. Call it before `prepare`.
 
@@ -46,7 +44,6 @@ def use_ampkit(
         accelerator: an accelerator that has prepared nothing yet.
         policy: the policy of its regions, or its name; None: the default for its device.
         scaler: the scaler; None: in float16 one made of `GradScalerKwargs`, in bfloat16 `accelerator.scaler` if set.
-        cache: a `WeightCache` that keeps casts between batches; None: each region casts again.
 
     Returns:
         `accelerator`.
@@ -84,9 +81,7 @@ def use_ampkit(
     cls = type(accelerator)
     if not issubclass(cls, _Methods):
         accelerator.__class__ = type(cls.__name__, (_Methods, cls), {"__module__": cls.__module__})
-    vars(accelerator).update(
-        _ampkit_dtype=_DTYPES[precision], _ampkit_cache=cache, _ampkit_policy=policy, _ampkit_autocast_policy=policy
-    )
+    vars(accelerator).update(_ampkit_dtype=_DTYPES[precision], _ampkit_policy=policy, _ampkit_autocast_policy=policy)
     return accelerator
 
 
@@ -108,13 +103,12 @@ class _Methods(Accelerator):
     """The methods that `use_ampkit` replaces. Never instantiated itself: accelerators get it as a base class."""
 
     _ampkit_dtype: dtype
-    _ampkit_cache: WeightCache | None
     _ampkit_policy: Policy | None
     _ampkit_autocast_policy: Policy | None  # `_ampkit_policy`, and what the prepared models keep in float32
 
     def _region(self, policy: Policy | None, handler: AutocastKwargs | None) -> region_type:
         settings = {} if handler is None else handler.to_kwargs()
-        return region_type(self.device.type, self._ampkit_dtype, policy=policy, cache=self._ampkit_cache, **settings)
+        return region_type(self.device.type, self._ampkit_dtype, policy=policy, **settings)
 
     def _keeping(self, policy: Policy | None, model: Module) -> Policy | None:
         """The policy with float32 rules for the modules that a model declares to be kept in float32."""
@@ -135,9 +129,7 @@ class _Methods(Accelerator):
         """Prepare as Accelerate does, with a region inside of Accelerate's own: the inner one decides the casts."""
         if not getattr(model, "_is_accelerate_prepared", False):
             region = self._region(self._keeping(self._ampkit_policy, model), self.autocast_handler)
-            policy = self._ampkit_autocast_policy = self._keeping(self._ampkit_autocast_policy, model)
-            if policy is not None and policy is not self._ampkit_policy:
-                policy.modules.ran = True  # so that regions which run other models do not warn
+            self._ampkit_autocast_policy = self._keeping(self._ampkit_autocast_policy, model)
             forward = model.forward
             # If it was a method, it stays one: Accelerate's unwrapping takes the function of the method and binds it.
             method = getattr(forward, "__func__", None)

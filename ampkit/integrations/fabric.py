@@ -24,7 +24,6 @@ class MixedPrecision(PrecisionPlugin, FabricMixedPrecision):
         scaler: the scaler; None: `GradScaler(device)` for "16-mixed", no scaler for "bf16-mixed", where one can skip
             steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
         policy: the policy of the regions, or its name; None: the default for the device.
-        cache: a `WeightCache` that keeps casts between batches; None: each region casts again.
 
     Raises:
         TypeError: `scaler` is not an `ampkit.GradScaler`.

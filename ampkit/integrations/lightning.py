@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch import Tensor
 
+from ampkit.autocast.arguments import autocast_device_type
 from ampkit.integrations._precision_plugin import PrecisionPlugin
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import autocast_device_type
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
@@ -35,7 +35,6 @@ class MixedPrecision(PrecisionPlugin, LightningMixedPrecision):
         scaler: the scaler; None: `GradScaler(device)` for "16-mixed", no scaler for "bf16-mixed", where one can skip
             steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
         policy: the policy of the regions, or its name; None: the default for the device.
-        cache: a `WeightCache` that keeps casts between batches; None: each region casts again.
 
     Raises:
         TypeError: `scaler` is not an `ampkit.GradScaler`.

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ampkit.engine.weight_cache import WeightCache
 from ampkit.integrations import accelerate
 from ampkit.policy.policy import Policy
 from ampkit.scaler.grad_scaler import GradScaler
@@ -21,7 +20,6 @@ def use_ampkit(
     *,
     policy: Policy | str | None = None,
     scaler: GradScaler | None = None,
-    cache: WeightCache | None = None,
 ) -> T:
     """Use ampkit's regions and `GradScaler` in a `Trainer`. Call it before `train`.
 
@@ -35,7 +33,6 @@ def use_ampkit(
         policy: the policy of its regions, or its name; None: the default for its device.
         scaler: the scaler; None: `GradScaler(device)` with `fp16=True`, no scaler with `bf16=True`, where one can skip
             steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
-        cache: a `WeightCache` that keeps casts between batches; None: each region casts again.
 
     Returns:
         `trainer`.
@@ -49,7 +46,7 @@ def use_ampkit(
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"use_ampkit takes a transformers.Trainer; got {type(trainer).__name__}")
-    accelerate.use_ampkit(trainer.accelerator, policy=policy, scaler=scaler, cache=cache)
+    accelerate.use_ampkit(trainer.accelerator, policy=policy, scaler=scaler)
     if isinstance(trainer.accelerator.scaler, GradScaler):
         trainer.callback_handler.callbacks.insert(0, _LogScale(trainer.accelerator))  # before those that report logs
     return trainer

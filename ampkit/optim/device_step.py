@@ -18,11 +18,17 @@ from torch.compiler import is_compiling
 import ampkit_kernels as kernels
 from ampkit.gradients.collect import ORDINARY, host_value_or_none, local_tensor, moved, note_written
 from ampkit.gradients.step_contract import StepScalars
+from ampkit.gradients.torch_private import (
+    StorageWeakRef,
+    foreach_add_,
+    foreach_mul,
+    foreach_mul_,
+    local_tensors,
+    placements_of,
+    skip_compilation,
+)
 from ampkit.optim.low_precision_weights import Precision
-from ampkit.torch_internals.dynamo import dynamo_skip
-from ampkit.torch_internals.operator_tracing import StorageWeakRef
-from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
-from ampkit.torch_internals.tensors import local_tensors, placements_of
+from ampkit.torch_private import dynamo_skip
 
 Loss = TypeVar("Loss")  # returned by a closure, and then by `step`
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")

@@ -75,7 +75,6 @@ def spoil(case: Case, sides: dict[str, Any], name: str) -> None:
         case.check(sides)
 
 
-@pytest.mark.usefixtures("small_weights_are_kept")
 @pytest.mark.parametrize(
     ("workload", "variant"),
     [

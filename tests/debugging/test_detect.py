@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import GradScaler, Policy, Rule, WeightCache, autocast, debugging
+from ampkit import GradScaler, Policy, Rule, autocast, debugging
 from ampkit.debugging.report import NonFiniteReport
 from tests.debugging.models import Middle
 from tests.debugging.planted import loss_of, region
@@ -207,26 +207,6 @@ def test_a_compiled_step_that_is_finite_is_the_answer() -> None:
     assert report.status == "clean"
     assert str(report).startswith("compiled functions run eagerly here: ")
     assert "note: the compiled step is finite; run eagerly: the loss is nan" in str(report)
-
-
-@pytest.mark.usefixtures("small_weights_are_kept")
-def test_caches_do_not_keep_casts_of_what_was_put_back() -> None:
-    """The step ends with a metric, whose casts are those of the weights after the update."""
-    model, batch, cache = nn.Linear(8, 4), torch.randn(2, 8), WeightCache()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def forward(cache: WeightCache | None) -> Tensor:
-        with autocast("cpu", torch.bfloat16, cache=cache):
-            return model(batch)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        forward(cache).float().square().mean().backward()
-        optimizer.step()
-        forward(cache)
-
-    debugging.find_nonfinite(step, model)
-    assert torch.equal(forward(cache), forward(None))
 
 
 def test_small_unsigned_integers_are_inputs_too() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit import WeightCache, autocast
+from ampkit import autocast
 from ampkit.debugging import compare_precision
 from ampkit.debugging.precision import PrecisionComparison
 from benchmarks.counts import peak_and_copies
@@ -65,20 +65,6 @@ def test_reference_gradients_are_those_of_a_wider_step(
     assert found.keys() == true.keys()
     assert [name for name in true if not torch.equal(found[name], true[name])] == []
     assert 1e-9 < report.gradient_error < most
-
-
-@pytest.mark.usefixtures("small_weights_are_kept")
-def test_casts_that_a_cache_has_kept_are_made_again() -> None:
-    """Else the reference would begin with 16-bit weights."""
-    model, batch, cache = nn.Linear(8, 1), torch.randn(4, 8), WeightCache()
-
-    def step() -> None:
-        with autocast("cpu", B16, cache=cache):
-            loss = model(batch).sum()
-        loss.backward()
-
-    step()
-    assert not compare_precision(step, model).given
 
 
 # --- errors, by hand

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampkit import Policy, Rule, autocast, record_casts
-from ampkit.engine.casting import cast_to
-from ampkit.engine.float32_output import product
+from ampkit.autocast.casting import cast_to
+from ampkit.products.float32_output import product
 from tests.helpers.float8 import step
 
 OPERATORS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::bmm", "aten::baddbmm")

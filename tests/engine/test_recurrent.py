@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from ampkit import Policy, WeightCache, autocast
-from ampkit.engine import recurrent
+from ampkit import Policy, autocast
+from ampkit.autocast import recurrent
 from tests.helpers.regions import BF16, FP16, FP32
 
 CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
@@ -70,7 +70,7 @@ def test_layout_is_asked_for_as_the_module_asks(monkeypatch, make, packed, optio
         is_cuda = True
 
     calls, layer = [], make(4, 3, **options)
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *args: calls.append(args))
+    monkeypatch.setattr(recurrent, "flatten_rnn_weights", lambda *args: calls.append(args))
     monkeypatch.setattr(recurrent, "_acceptable", lambda weights: True)
     monkeypatch.setattr(recurrent, "_in_one_buffer", lambda weights: False)
     state = torch.zeros(layer.num_layers * (2 if layer.bidirectional else 1), 2, 3)
@@ -109,7 +109,6 @@ def test_a_wrong_dtype_in_a_disabled_region_is_refused():
             layer(x)
 
 
-@pytest.mark.usefixtures("small_weights_are_kept")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @layers
@@ -118,14 +117,12 @@ def test_cudnn_neither_warns_nor_changes_values(make, packed, dtype):
     """Warnings are errors here: cuDNN warns where weights are not in one buffer."""
     layer, x = make(4, 3, num_layers=2).cuda(), torch.randn(5, 2, 4, device="cuda")
     x = pack_padded_sequence(x, torch.tensor([5, 3])) if packed else x
-    cache = WeightCache()
     for _ in range(3):
-        with autocast("cuda", dtype, cache=cache):
+        with autocast("cuda", dtype):
             out = first(layer(x))
         assert out.dtype is dtype
         torch.testing.assert_close(out.float(), first(layer(x)), rtol=0.03, atol=0.03)
         out.float().sum().backward()
-    assert cache.info().misses == 8
     assert {p.grad.dtype for p in layer.parameters()} == {FP32}
 
 

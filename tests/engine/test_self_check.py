@@ -1,4 +1,4 @@
-"""The self check of regions in an unknown torch, and everything that works without regions."""
+"""The self check of regions in an unknown torch, and the error of a torch that lacks a private name."""
 
 import os
 import re
@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampkit import WeightCache, autocast
-from ampkit.engine import self_check
-from ampkit.torch_internals import private_names, versions
+from ampkit import autocast, torch_private, torch_versions
+from ampkit.autocast import self_check
+from ampkit.autocast.state import thread
 
 ROOT = Path(__file__).resolve().parents[2]
 SENTENCE = (
-    r"^ampkit's regions do not work with torch \S+: {}\. Supported are torch 2\.11 to 2\.15; to get one: "
-    r"python -m pip install 'torch>=2\.11,<2\.16'\. Policies and the GradScaler need no region"
+    r"^ampkit does not work with torch \S+: {}\. Supported are torch 2\.11 to 2\.15: "
+    r"python -m pip install 'torch>=2\.11,<2\.16'"
 )
 
 
@@ -42,9 +42,10 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert self_check.fault() is None
     self_check.once.cache_clear()
+    thread.modes.clear()
     monkeypatch.setattr(torch, *FAULTS[fault])
-    for _ in range(2):  # the second time fails too; with a new cache, so that the region makes a mode
-        with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu", cache=WeightCache()):
+    for _ in range(2):  # the second time fails too
+        with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu"):
             pytest.fail("the region was entered")
 
 
@@ -56,55 +57,33 @@ def test_the_callers_modes_and_threads_do_not_matter() -> None:
 
 
 MISSING = """
-    import functools, sys
+    import functools, importlib, re, sys
     import torch
-    import ampkit
-    from ampkit.torch_internals import private_names
+    import ampkit, ampkit.torch_private, ampkit.gradients.torch_private, ampkit.products.float8_matmul
 
-    def forget():
+    modules = [name for name in sys.modules if name.startswith("ampkit.") and "kernels" not in name]
+    paths = []
+    for name in modules:
+        source = open(sys.modules[name].__file__).read()
+        paths += re.findall(r'private\\(\\s*"([^"]+)"', source)
+    for path in set(paths) - {"nn.Module._call_impl.__code__"}:  # which cannot be taken away
         for name in [name for name in sys.modules if name.partition(".")[0] == "ampkit"]:
             del sys.modules[name]
-
-    def without(label, names, stand_in=None):
-        # Gone while ampkit is imported: torch itself may need them for all the rest.
-        forget()
-        kept = []
-        for path in names:
-            holder, _, name = path.rpartition(".")
-            holder = functools.reduce(getattr, holder.split(".") if holder else (), torch)
-            kept.append((holder, name, getattr(holder, name)))
-        for holder, name, _ in kept:
-            delattr(holder, name)
-            if stand_in is not None:
-                setattr(holder, name, stand_in)
-        import ampkit
-        from ampkit import doctor
-        for each in kept:
-            setattr(*each)
-        assert ampkit.Policy.default("cuda").explain("aten::mm").rule is ampkit.Rule.LOWER
-        weight = torch.nn.Parameter(torch.ones(2))
-        scaler, optimizer = ampkit.GradScaler("cpu"), torch.optim.SGD([weight], lr=1.0)
-        scaler.scale(weight.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert weight.tolist() == [0, 0], weight
+        holder, _, name = path.rpartition(".")
+        holder = functools.reduce(getattr, holder.split(".") if holder else (), torch)
+        kept = getattr(holder, name)
+        delattr(holder, name)
         try:
-            with ampkit.autocast("cpu"):
-                print(label, "entered", sep=" | ")
-        except RuntimeError as error:
-            print(label, error, sep=" | ")
-        assert not torch.is_autocast_enabled("cpu")
-
-    without("names", list(private_names.looked_up))
-
-    def unknown(name):
-        raise RuntimeError("could not parse dispatch key")
-
-    without("key", ["_C._dispatch_key_parse"], unknown)
+            importlib.import_module("ampkit")
+            print(path, "was imported", sep=" | ")
+        except BaseException as error:
+            print(path, f"{type(error).__name__}: {error}", sep=" | ")
+        finally:
+            setattr(holder, name, kept)
 """
 
 
-def test_where_a_name_is_missing_all_but_regions_works() -> None:
+def test_a_torch_that_lacks_a_name_is_refused_at_import() -> None:
     search = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MISSING)],
@@ -115,14 +94,21 @@ def test_where_a_name_is_missing_all_but_regions_works() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(line.split(" | ") for line in done.stdout.splitlines())
-    assert "it has no dispatch key TESTING_ONLY_GenericMode, dispatch key " in found.pop("key")
-    names = found["names"].partition("it has no ")[2].partition(". Supported")[0].split(", ")
-    assert set(names) == {f"torch.{path}" for path in private_names.looked_up}
+    wrong = {path: text for path, text in found.items() if f"it has no torch.{path}. Supported are" not in text}
+    assert wrong == {}
+    assert len(found) > 45
+
+
+def test_a_late_module_that_lacks_a_name_is_refused() -> None:
+    assert torch_private.loaded("no_such_module", "name") is None
+    assert torch_private.loaded("nn", "functional.linear") is torch.nn.functional.linear
+    with pytest.raises(ImportError, match=SENTENCE.format(r"it has no torch\.nn\.no\.such\.name")):
+        torch_private.loaded("nn", "no.such.name")
 
 
 def test_the_metadata_takes_the_versions_that_are_supported() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"torch>={}.{}"'.format(*versions.OLDEST) in text
+    assert '"torch>={}.{}"'.format(*torch_versions.OLDEST) in text
 
 
 def test_the_page_of_versions_is_made_from_the_runs() -> None:

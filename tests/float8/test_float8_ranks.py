@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ampkit import record_casts
+from ampkit.products import float8_losses
 from tests.helpers.float8 import BF16, GW_HP, ROWWISE, RULES, TENSORWISE, fp8, mlp, step
 from tests.helpers.ranks import on_ranks
 
@@ -37,7 +38,7 @@ def fsdp(rank, world, rule, dtype):
         y.backward(grads[rank].to(y.dtype))
         means = [torch.stack(each).float().mean(0) for each in zip(*(want[2:] for want in wanted), strict=True)]
         apart = max(distance(p.grad.full_tensor(), want) for p, want in zip(sharded.parameters(), means, strict=True))
-        result.append((sum(call.float8 == rule.name for call in record.calls), torch.equal(y, wanted[rank][0]), apart))
+        result.append((sum(call.product == rule.name for call in record.calls), torch.equal(y, wanted[rank][0]), apart))
         optimizer.step()
         whole = model()
         for parameter, shard in zip(whole.parameters(), sharded.parameters(), strict=True):
@@ -79,8 +80,8 @@ def tensor_parallel(rank, world, rule):
     x, grad = torch.randn(32, 64), torch.randn(32, 64)
     with record_casts() as record:
         found = step(split, x, grad, fp8(rule))
-    assert [call.float8 for call in record.calls] == [rule.name] * 2
-    assert "those of compiled code and of DTensors are left out" in str(record.float8())
+    assert [call.product for call in record.calls] == [rule.name] * 2
+    assert "those of compiled code and of DTensors are left out" in str(float8_losses(record))
     full = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
     return [distance(each, want) for each, want in zip(full, step(whole, x, grad, fp8(rule)), strict=True)]
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from ampkit import GradScaler, WeightCache, autocast, record_casts
-from ampkit.policy.float8_recipes import RECIPES
+from ampkit import GradScaler, autocast, record_casts
+from ampkit.products import float8_losses
+from ampkit.products.float8_recipes import RECIPES
 from ampkit_kernels import reference
 from tests.helpers.float8 import BF16, GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, same, step, with_forward
 
@@ -102,7 +103,7 @@ def test_shapes_strides_and_dtypes(rule, rows, k, n, x_dtype, dtype, region, bia
     exact = step(copy.deepcopy(layer).double(), x.double(), grad, torch.enable_grad())
     with record_casts() as record:
         found = step(layer, x, grad, fp8(rule, dtype=region))
-    assert record.calls[0].float8 == rule.name
+    assert record.calls[0].product == rule.name
     assert [each.dtype for each in found] == [region, x_dtype, *[dtype] * (1 + bias)]
     for got, want in zip(found, exact, strict=True):
         assert (got.double() - want).norm() <= 0.15 * want.norm()
@@ -139,10 +140,9 @@ def test_each_product_of_a_recipe_may_be_in_the_regions_dtype(product, operator,
     expected[product] = low[product]
     with record_casts() as record:
         assert same(step(model, x, grad, region()), expected)
-        assert same(step(model, x, grad, region(cache=WeightCache())), expected)
-    assert record.calls[0].float8 == "FLOAT8_ROWWISE"
+    assert record.calls[0].product == "FLOAT8_ROWWISE"
     gemms = ["output", "input gradient", "weight gradient"]
-    assert {loss.gemm for loss in record.float8()} == set(gemms) - {gemms[product]}
+    assert {loss.gemm for loss in float8_losses(record)} == set(gemms) - {gemms[product]}
     assert record.calls[0].computed_in == ((BF16,) * 2 if product == 0 else (torch.float8_e4m3fn,) * 2)
 
 
@@ -248,7 +248,7 @@ def test_forward_mode_keeps_its_tangent():
         tangent = forward_ad.unpack_dual(y).tangent
     assert tangent is not None
     torch.testing.assert_close(tangent.float(), torch.ones(8, 64) @ layer.weight.t(), rtol=0.02, atol=0.02)
-    assert record.calls[0].float8 == "inside forward-mode AD"
+    assert record.calls[0].product == "inside forward-mode AD"
 
 
 @pytest.fixture
@@ -301,25 +301,25 @@ class TestReuse:
                 write(x)
                 assert torch.equal(layer(x), fp8_output(layer, x))
 
-    def test_a_cache_keeps_both_forms_until_a_step(self, made):
-        model, x, cache = mlp(), torch.randn(8, 64), WeightCache()
+    def test_an_outer_region_keeps_the_forms_of_weights_until_a_step(self, made):
+        model, x = mlp(), torch.randn(8, 64)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for n_steps in range(1, 4):
-            for _ in range(4):
-                with fp8(ROWWISE, cache=cache):
-                    loss = model(x).float().square().mean()
-                loss.backward()
-            weights = [call for call in made if call[0] in ((128, 64), (64, 128))]
-            assert len(weights) == n_steps * 3  # the input needs no gradient: the first weight has one form
-            assert cache.info().entries == 3  # the biases are too small to be kept
-            assert cache.info().bytes > 3 * 64 * 128
-            optimizer.step()
-        with torch.no_grad():
-            want = fp8_output(model, x)
-            next(model.parameters()).mul_(2)
-            with fp8(ROWWISE, cache=cache):
-                assert not torch.equal(model(x), want)
-                assert torch.equal(model(x), fp8_output(model, x))
+        with autocast("cpu", enabled=False):
+            for n_steps in range(1, 4):
+                made.clear()
+                for _ in range(4):
+                    with fp8(ROWWISE):
+                        loss = model(x).float().square().mean()
+                    loss.backward()
+                weights = [call for call in made if call[0] in ((128, 64), (64, 128))]
+                assert len(weights) == 2 + 4, n_steps  # the forms of backward are made at each use
+                optimizer.step()
+            with torch.no_grad():
+                want = fp8_output(model, x)
+                next(model.parameters()).mul_(2)
+                with fp8(ROWWISE):
+                    assert not torch.equal(model(x), want)
+                    assert torch.equal(model(x), fp8_output(model, x))
 
     def test_without_a_cache_backward_keeps_nothing(self):
         def held():
@@ -331,13 +331,14 @@ class TestReuse:
         assert found[2] is not None
         assert held() == before
 
-    def test_inference_quantizes_once_a_region_and_with_a_cache_once(self, made):
-        model, x, cache = mlp(), torch.randn(8, 64), WeightCache()
+    def test_inference_quantizes_once_an_outermost_region(self, made):
+        model, x = mlp(), torch.randn(8, 64)
         for context in (torch.no_grad(), torch.inference_mode()):
-            for _ in range(3):
-                with context, fp8(ROWWISE, cache=cache):
-                    model(x)
-        assert len([call for call in made if call[0] != (8, 64) and call[0] != (8, 128)]) == 2
+            with context, autocast("cpu", enabled=False):
+                for _ in range(3):
+                    with fp8(ROWWISE):
+                        model(x)
+        assert len([call for call in made if call[0] != (8, 64) and call[0] != (8, 128)]) == 4
         assert [call for call in made if call[2]] == []
 
 

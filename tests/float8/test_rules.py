@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ampkit import Policy, Rule, autocast, record_casts
 from ampkit.debugging import compare_precision
-from ampkit.torch_internals import float8_matmul as torch_float8
+from ampkit.products import float8_losses
+from ampkit.products import float8_matmul as torch_float8
 from tests.helpers.float8 import GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, policy, same
 
 
@@ -26,7 +27,7 @@ def test_policies_take_them_as_any_rule(rule):
     assert Policy.from_dict(steered.to_dict(), model) == steered
     with record_casts() as record, autocast("cpu", torch.bfloat16, policy=steered):
         model(torch.randn(8, 64))
-    assert [call.float8 for call in record.calls] == [rule.name, TENSORWISE.name]
+    assert [call.product for call in record.calls] == [rule.name, TENSORWISE.name]
 
 
 @pytest.mark.parametrize("op", ["aten::conv2d", "aten::bmm", torch.softmax, "aten::baddbmm", "aten::addmm.out"])
@@ -74,7 +75,7 @@ def test_what_has_no_fp8_form_does_as_lower_does(what):
                 found.append(str(error))
     assert same(*([each] for each in found)) if isinstance(found[0], torch.Tensor) else found[0] == found[1]
     if what in FALLBACKS:
-        assert {call.float8 for call in record.calls} == {what}
+        assert {call.product for call in record.calls} == {what}
         assert str(record).splitlines()[-1].endswith(f": {what}")
         assert "not in FP8: aten::" in str(record)
 
@@ -130,7 +131,7 @@ def test_a_record_says_what_was_lost(rule):
         with fp8(rule):
             loss = model(x).float().square().mean()
         loss.backward()
-    losses = {(loss.module, loss.gemm, loss.operand): loss for loss in record.float8()}
+    losses = {(loss.module, loss.gemm, loss.operand): loss for loss in float8_losses(record)}
     gemms = {("output", "input"), ("output", "weight"), ("input gradient", "gradient"), ("input gradient", "weight")}
     if rule is not GW_HP:
         gemms |= {("weight gradient", "input"), ("weight gradient", "gradient")}
@@ -148,11 +149,11 @@ def test_a_record_says_what_was_lost(rule):
     ratios = [(10 * (squares.sum(dim) / noise.sum(dim)).log10()).median().item() for dim in (0, 1)]
     assert lost.snr == pytest.approx(min(ratios), rel=1e-4)
     assert lost.snr < 3 < 20 < max(ratios)  # the outlier is nearly all of the energy of each row
-    table = str(record.float8()).splitlines()
+    table = str(float8_losses(record)).splitlines()
     assert table[0].split()[:4] == ["to", "0", "SNR", "dB"]
     assert table[1].split()[0] == f"{100 * lost.to_zero:.2f}%"  # the largest comes first
     assert len(table) == 1 + len(losses)
-    assert str(lost.scaling) in str(record.float8())
+    assert str(lost.scaling) in str(float8_losses(record))
 
 
 def test_calls_of_a_module_add_up_and_a_region_without_a_record_notes_nothing():
@@ -160,17 +161,20 @@ def test_calls_of_a_module_add_up_and_a_region_without_a_record_notes_nothing():
     with record_casts() as record, fp8(ROWWISE), torch.no_grad():
         for scale in (1, 100):
             model(torch.ones(16, 64) * scale)
-    assert record.float8()[0].amax == 100
-    assert len(record.float8()) == 4
+    assert float8_losses(record)[0].amax == 100
+    assert len(float8_losses(record)) == 4
     with fp8(ROWWISE):
         model(torch.ones(16, 64))
-    assert len(record.float8()) == 4
+    assert len(float8_losses(record)) == 4
     with record_casts() as record, fp8(ROWWISE), torch.no_grad():
         model(torch.zeros(16, 64))
-    assert record.float8()[0].snr == math.inf
+    assert float8_losses(record)[0].snr == math.inf
     with record_casts() as record, autocast("cpu"):
         model(torch.ones(16, 64))
-    assert str(record.float8()) == "no product of FP8 was recorded; those of compiled code and of DTensors are left out"
+    assert (
+        str(float8_losses(record))
+        == "no product of FP8 was recorded; those of compiled code and of DTensors are left out"
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)

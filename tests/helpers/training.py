@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampkit import GradScaler, WeightCache
+from ampkit import GradScaler
 from tests.helpers.regions import like_torch
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -66,16 +66,17 @@ def trains_as_torch(
     loss_of: Callable[[Any], Tensor],
     dtype: torch.dtype = torch.bfloat16,
     *,
-    cache: WeightCache | None = None,
+    around: Region = contextlib.nullcontext,
     **settings: Any,
 ) -> None:
-    """Assert that both trainings give the same names, dtypes and bits. 0.0 and -0.0 differ."""
+    """Assert that both trainings give the same names, dtypes and bits. 0.0 and -0.0 differ. `around`: ampkit's."""
 
     def bits(value: Tensor) -> Tensor:
         return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
     expected = train(build, loss_of, lambda: native(dtype), **settings)
-    got = train(build, loss_of, lambda: like_torch(dtype, cache=cache), scaler_class=GradScaler, **settings)
+    with around():
+        got = train(build, loss_of, lambda: like_torch(dtype), scaler_class=GradScaler, **settings)
     assert got.keys() == expected.keys()
     assert len(got) > 20
     different = [

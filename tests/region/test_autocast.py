@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, Rule, autocast
-from ampkit.region.arguments import emulates_bfloat16
+from ampkit.autocast.arguments import emulates_bfloat16
 from tests.helpers.processes import fresh_python
 from tests.helpers.regions import BF16, FP16, FP32, FP64, both, like_torch, on_fake_cuda, product
 
@@ -146,8 +146,7 @@ def test_no_arguments_mean_this_machine():
         ({"policy": 1}, TypeError, r"policy is 1; expected a Policy for 'cpu', such as Policy.default"),
         ({"policy": "apex"}, ValueError, r"policy is 'apex'; expected a Policy for 'cpu', .* 'default' or 'torch'"),
         ({"policy": Policy.torch("cuda")}, TypeError, r"policy is Policy.torch\('cuda'\); expected a Policy for 'cpu'"),
-        ({"cache": {}}, TypeError, "cache is {}; expected a WeightCache"),
-        ({"cache": True}, TypeError, r"cache is True; .* such as cache=WeightCache\(\), .* use cache_enabled="),
+        ({"device_type": "ipu"}, RuntimeError, "'ipu' has no autocast in torch; expected one such as"),
         ({"policy": {"aten::gelu": "float32"}}, TypeError, r"\. A policy is made of rules by Policy.default"),
         ({"policy": Rule.KEEP}, TypeError, r"policy is <Rule\.KEEP.* made of rules by Policy"),
         ({"device_type": True}, ValueError, r"is True of type bool; .* Pass enabled by keyword: auto"),

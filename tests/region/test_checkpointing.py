@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from ampkit import Policy, WeightCache, autocast
+from ampkit import Policy, autocast
+from ampkit.autocast.state import thread
 from tests.helpers.regions import FP16, like_torch, state
 
 
@@ -79,7 +80,6 @@ REGIONS = {  # of the forward, and of backward
     "float16": (lambda: autocast("cpu", FP16), contextlib.nullcontext),
     "policy": (lambda: autocast("cpu", policy=KEEPS_MM), contextlib.nullcontext),
     "no cache": (lambda: autocast("cpu", cache_enabled=False), contextlib.nullcontext),
-    "explicit cache": (lambda: autocast("cpu", cache=WeightCache()), contextlib.nullcontext),
     "disabled": (lambda: autocast("cpu", enabled=False), contextlib.nullcontext),
     "backward in a disabled one": (lambda: autocast("cpu"), lambda: autocast("cpu", enabled=False)),
     "backward under a policy": (lambda: autocast("cpu"), lambda: autocast("cpu", FP16, policy=KEEPS_MM)),
@@ -130,16 +130,13 @@ def test_nested_checkpoints(outer_way, inner_way):
         assert torch.equal(*gradients)
 
 
-@pytest.mark.usefixtures("small_weights_are_kept")
 def test_recompute_leaves_the_caches_of_open_regions_alone():
-    cache = WeightCache()
     net, x = Net([]), torch.randn(4, 8, requires_grad=True)
-    with autocast("cpu", cache=cache):
+    with autocast("cpu"):
         loss = checkpointed(False)(net, x).float().sum()
-        misses = cache.info().misses
+        casts = {key: dict(kept) for key, kept in thread.cache._casts.items()}
         loss.backward()
-    assert cache.info().misses == misses
-    assert cache.info().entries == misses
+        assert thread.cache._casts == casts != {}
 
 
 def test_a_recompute_that_ends_in_a_compiled_graph_leaves_nothing_open():

@@ -19,7 +19,8 @@ from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 import ampkit
-from ampkit import Policy, Rule, WeightCache, autocast
+from ampkit import Policy, Rule, autocast
+from ampkit.autocast.state import thread
 from tests.helpers.compiled_regions import INSIDE, RULES, TORCH, Net, assert_same, module_rules, outputs, step
 from tests.helpers.models import CASES
 from tests.helpers.regions import BF16, FP16, FP32, product, state
@@ -139,17 +140,15 @@ def test_a_trace_that_fails_in_a_region_leaves_nothing_open(backend: str) -> Non
     assert product() is FP32
 
 
-@pytest.mark.usefixtures("small_weights_are_kept")
 def test_compiled_code_does_not_fill_the_weight_cache() -> None:
     """Its casts are part of its graph; a cast made while tracing, of a fake weight, must never be kept."""
-    net, x, cache = Net(), torch.randn(5, 8), WeightCache()
+    net, x = Net(), torch.randn(5, 8)
     compiled = torch.compile(outputs, backend="aot_eager", fullgraph=True)
-    with autocast("cpu", cache=cache):
+    with autocast("cpu"):
         compiled(net, x)
-    assert cache.info().entries == 0
-    with autocast("cpu", cache=cache):
+        assert thread.cache._casts == {}
         outputs(net, x)
-    assert cache.info().entries > 0
+        assert thread.cache._casts != {}
 
 
 def traced(region: Callable[[], Any]) -> list[list[str]]:
@@ -326,9 +325,9 @@ def test_a_compiled_function_called_with_another_model() -> None:
             assert compiled(other, x).dtype is FP32
 
 
-def test_a_wrapped_module_compiles() -> None:
+def test_a_module_with_a_decorated_forward_compiles() -> None:
     net, x = Net(), torch.randn(5, 8)
-    ampkit.wrap_forward(net, "cpu", policy=module_rules(net))
+    net.forward = autocast("cpu", policy=module_rules(net))(net.forward)
     wanted = net(x)
     assert wanted.dtype is FP16
     assert_same([torch.compile(net, backend="aot_eager", fullgraph=True)(x)], [wanted])

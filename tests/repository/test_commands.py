@@ -13,8 +13,8 @@ import ampkit
 import ampkit_kernels
 from ampkit import doctor, dtype_times
 from ampkit.__main__ import COMMANDS, main
+from ampkit.autocast import self_check
 from ampkit.dtype_times import DtypeTime
-from ampkit.engine import self_check
 
 Run = Callable[..., str]
 

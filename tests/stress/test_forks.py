@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampkit import Policy, Rule, WeightCache, autocast
+from ampkit import Policy, Rule, autocast
 from tests.helpers.processes import fresh_python
 from tests.helpers.regions import like_torch
 from tests.stress.budget import rounds
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"),
 ]
-CACHE = WeightCache()
 TURN = 0
 
 
@@ -39,7 +38,7 @@ def regions() -> torch.nn.Module:
     policy = Policy.default("cpu")
     for n in range(TURN % 3):
         policy = policy.with_rules({("aten::mm", "aten::bmm", "aten::addmm")[(TURN + n) % 3]: Rule.FLOAT32})
-    with autocast("cpu", policy=policy.for_modules(net, {"1": torch.float32}), cache=CACHE):
+    with autocast("cpu", policy=policy.for_modules(net, {"1": torch.float32})):
         net(torch.ones(2, 2))
     return net
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampkit import GradScaler, Policy, WeightCache, autocast
+from ampkit import GradScaler, Policy, autocast
 from tests.helpers.ranks import RankError, on_ranks
 
 pytestmark = [
@@ -22,7 +22,7 @@ pytestmark = [
 
 def train(rank: int, world: int, folder: Path) -> None:
     """Rank 1 is killed as its third step begins; rank 0 writes to a file whether its error left it in a region."""
-    model, cache = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))), WeightCache()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", process_group=dist.group.WORLD)
     policy, steps = Policy.default("cpu").for_modules(model, {"**": "float32"}), []
@@ -35,7 +35,7 @@ def train(rank: int, world: int, folder: Path) -> None:
     optimizer.register_step_pre_hook(lose)
     try:
         for _ in range(5):
-            with autocast("cpu", policy=policy, cache=cache):
+            with autocast("cpu", policy=policy):
                 loss = model(torch.ones(3, 4)).sum()
             scaler.scale(loss).backward()
             scaler.step(optimizer)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit.engine import casting
+from ampkit.autocast import casting
+from ampkit.autocast.dispatch import AUTOCAST_KEYS, autocast_key
 from ampkit.policy.op_table import TORCH, Rule, names
 from ampkit.policy.operator_keys import resolve
-from ampkit.torch_internals.dispatcher import AUTOCAST_KEYS, autocast_key
-from ampkit.torch_internals.operators import FakeTensorMode, OpOverload, dtype_overload
+from ampkit.policy.operators import OpOverload, dtype_overload
 from tests.helpers.op_samples import native
 
 # Defined or registered by the code of a library that a build of torch may lack.

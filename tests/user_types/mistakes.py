@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import GradScaler, Policy, amp, autocast, half, optim, wrap_forward
+from ampkit import GradScaler, Policy, amp, autocast, half, optim
 
 
 @autocast("cpu")
@@ -26,7 +26,6 @@ scaler.scale(1.0)  # reportCallIssue reportArgumentType
 scaler.scale(x).backwards()  # reportAttributeAccessIssue
 scaler.step(x)  # reportArgumentType
 steps: str = scaler.step(optimizer)  # reportAssignmentType
-wrap_forward(nn.Linear(1, 1), dtyp="bfloat16")  # reportCallIssue
 linear: nn.Conv2d = half(nn.Linear(1, 1))  # reportAssignmentType
 amp.initialize(nn.Linear(1, 1), level="O2")  # reportCallIssue
 amp.initialize("model")  # reportArgumentType
