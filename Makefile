@@ -36,7 +36,7 @@ test: $(STAMP) ## run every test
 # The core, without what compiles, trains for long, starts processes or goes through thousands of cases.
 QUICK := $(addprefix tests/, \
 	policy/test_policy.py policy/test_op_table.py \
-	engine/test_casting.py engine/test_generated_handlers.py engine/test_weight_cache.py engine/test_self_check.py \
+	dispatch/test_casting.py dispatch/test_handlers.py dispatch/test_weight_cache.py dispatch/test_self_check.py \
 	region/test_autocast.py region/test_nested_regions.py region/test_module_rules.py \
 	gradients scaler/test_grad_scaler.py scaler/test_loss_scale.py scaler/test_scaler_lockstep.py scaler/test_refusals.py \
 	parity/test_bitwise_training.py benchmarks/test_counts.py repository/test_form.py repository/test_references.py)

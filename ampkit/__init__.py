@@ -3,16 +3,16 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ampkit import amp, optim, products
+from ampkit import amp, matmul, optim
 from ampkit.amp.fp16_optimizer import FP16Optimizer
-from ampkit.autocast.cast_record import CastRecord
-from ampkit.autocast.custom_function import custom_bwd, custom_fwd
-from ampkit.autocast.records import record_casts
-from ampkit.autocast.region import autocast, clear_autocast_cache
 from ampkit.half_precision.check_half import check_half
 from ampkit.half_precision.half import half
 from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.policy.policy import Policy, Rule, register_op
+from ampkit.records.cast_record import CastRecord
+from ampkit.records.recording import record_casts
+from ampkit.region.autocast import autocast, clear_autocast_cache
+from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -48,8 +48,8 @@ __all__ = [
     "debugging",
     "half",
     "integrations",
+    "matmul",
     "optim",
-    "products",
     "record_casts",
     "register_op",
 ]

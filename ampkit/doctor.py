@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 import ampkit
 import ampkit_kernels as kernels
 from ampkit import dtype_times
-from ampkit.autocast import self_check
+from ampkit.dispatch import self_check
 from ampkit.dtypes import dtype_name
-from ampkit.products.float8_matmul import lacks_float8
+from ampkit.matmul.float8_matmul import lacks_float8
 from ampkit.text_tables import table
-from ampkit.torch_versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
+from ampkit.torch_private import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
 Comparison = tuple[Tensor, Tensor, float]  # the result, the expected result, and the allowed absolute difference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ampkit.policy.operator_keys import named_by
+from ampkit.policy.operators import named_by
 from ampkit.policy.policy import Policy
 
 

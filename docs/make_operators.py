@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group
+from ampkit.policy.default_lists import DEFAULT_EXTRA
+from ampkit.policy.rules import Group
+from ampkit.policy.torch_lists import TORCH
 
 TARGET = Path(__file__).with_name("operators.md")
 

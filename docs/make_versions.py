@@ -14,9 +14,8 @@ from xml.etree import ElementTree
 import torch
 
 import ampkit.doctor  # noqa: F401  (imports every module that looks a name up)
-from ampkit.autocast.dispatch import KEY_NAMES
-from ampkit.torch_private import looked_up
-from ampkit.torch_versions import SUPPORTED
+from ampkit.dispatch.dispatcher import KEY_NAMES
+from ampkit.torch_private import SUPPORTED, looked_up
 
 PAGE = Path(__file__).with_name("versions.md")
 HEAD = f"""# Versions of torch

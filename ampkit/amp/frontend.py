@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from ampkit.amp import levels
 from ampkit.amp.fp32_checkpoints import Fp32Checkpoints
 from ampkit.amp.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
-from ampkit.autocast.arguments import autocast_device_type, named_policy
 from ampkit.half_precision.boundary import Boundary, device_type_of, put_boundary
 from ampkit.half_precision.half import BATCH_NORMS, HalfPlan
 from ampkit.half_precision.master_weights import MasterWeights, load_masters_, refuse_other_masters
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import autocast_device_type, named_policy
 from ampkit.scaler.loss_scale import LossScale
 
 __all__ = ["initialize", "load_state_dict", "loss_scalers", "master_params", "scale_loss", "state_dict"]

@@ -15,15 +15,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ampkit.autocast.casting import is_eligible
-from ampkit.autocast.custom_function import cast_eligible
-from ampkit.autocast.decorate import runner_for, wrapper_for
-from ampkit.autocast.policy_mark import MARK_DEVICES
-from ampkit.autocast.region import autocast
 from ampkit.containers import map_tensors
-from ampkit.policy.op_table import TORCH, Rule
-from ampkit.policy.operators import OpOverload, OpOverloadPacket
+from ampkit.dispatch.casting import is_eligible
+from ampkit.dispatch.dynamo_guard import MARK_DEVICES
 from ampkit.policy.policy import register_op
+from ampkit.policy.rules import Rule
+from ampkit.policy.torch_lists import TORCH
+from ampkit.region.autocast import autocast
+from ampkit.region.custom_function import cast_eligible
+from ampkit.region.decorate import runner_for, wrapper_for
+from ampkit.torch_private import OpOverload, OpOverloadPacket
 
 P = ParamSpec("P")
 R = TypeVar("R")

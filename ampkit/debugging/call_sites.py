@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampkit.autocast.dispatch import is_open
-from ampkit.autocast.state import thread
-from ampkit.debugging.operator_tracing import current_node
-from ampkit.devices import current_device_type
+from ampkit.debugging.torch_private import current_node
+from ampkit.dispatch.dispatcher import is_open
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.policy import Policy
+from ampkit.region.stack import thread
+from ampkit.torch_private import current_device_type
 from ampkit.user_code import AMPKIT, TORCH, is_library
 
 _Kind = Literal["user", "library", "scaler", "recompute", "backward"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, tensors_in
-from ampkit.debugging.operator_tracing import OpOverload
+from ampkit.debugging.torch_private import OpOverload
 from ampkit.dtypes import dtype_name
 
 _OUTLIER = 1e6  # times the median: values of data that are no matter of precision

@@ -15,9 +15,9 @@ from ampkit.debugging.causes import largest_finite, run_in_float64
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import converted_arguments, item_of, tensors_in
-from ampkit.debugging.operator_tracing import is_opaque, storage_key
 from ampkit.debugging.report import Operation, Problem, Suggestion
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.torch_private import is_opaque, storage_key
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
 _SUMS = frozenset(

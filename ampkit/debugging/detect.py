@@ -18,12 +18,12 @@ from ampkit.debugging import causes
 from ampkit.debugging.nonfinite_origins import Event, Origin, broken_kinds, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Ran
 from ampkit.debugging.operator_facts import item_of, readable, tensors_in
-from ampkit.debugging.operator_tracing import OpOverload, is_opaque
 from ampkit.debugging.proposed_changes import advice, changes_for, suggestion
 from ampkit.debugging.replay import explain, maker_of_zero
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.tape import Tape
+from ampkit.debugging.torch_private import OpOverload, is_opaque
 
 _MAX_EXPLAINED = 2  # replays of the operator of one line: an inf that something absorbs is met in each step
 

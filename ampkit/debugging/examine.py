@@ -27,7 +27,13 @@ from ampkit.debugging.find import try_changes
 from ampkit.debugging.nonfinite_origins import Event, Origin, absorbed, find_origins
 from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.operator_tracing import (
+from ampkit.debugging.precision import PrecisionComparison, compare_precision
+from ampkit.debugging.proposed_changes import advice, advice_on_precision
+from ampkit.debugging.report import ExaminationReport, Problem, Suggestion
+from ampkit.debugging.snapshot import TrainingSnapshot
+from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.tape import Tape
+from ampkit.debugging.torch_private import (
     LoaderIterator,
     OpOverload,
     is_opaque,
@@ -35,12 +41,6 @@ from ampkit.debugging.operator_tracing import (
     storage_key,
     without_dispatch,
 )
-from ampkit.debugging.precision import PrecisionComparison, compare_precision
-from ampkit.debugging.proposed_changes import advice, advice_on_precision
-from ampkit.debugging.report import ExaminationReport, Problem, Suggestion
-from ampkit.debugging.snapshot import TrainingSnapshot
-from ampkit.debugging.storage_map import StorageMap
-from ampkit.debugging.tape import Tape
 from ampkit.debugging.two_scales import TwoScales
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 

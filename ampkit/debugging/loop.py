@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.autocast.region import autocast
 from ampkit.debugging.call_sites import find_caller, script_line
-from ampkit.debugging.operator_tracing import without_dispatch
 from ampkit.debugging.report import Grade, LoopFinding, LoopReport
-from ampkit.devices import current_device_type
+from ampkit.debugging.torch_private import without_dispatch
+from ampkit.region.autocast import autocast
+from ampkit.torch_private import current_device_type
 
 # Loops of ampkit's own, which call the scaler in orders that are right for them.
 _AMPKIT_LOOPS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("half_precision", "amp"))

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.containers import map_tensors
-from ampkit.debugging.operator_tracing import is_opaque, without_dispatch
 from ampkit.debugging.reference_copies import ReferenceCopies
+from ampkit.debugging.torch_private import is_opaque, without_dispatch
 from ampkit.torch_private import functorch_level
 
 _SAMPLE = 2**12  # the most elements of a tensor whose errors are kept until backward, but 32 rows

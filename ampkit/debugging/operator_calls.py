@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.autocast.weight_cache import invalidate_casts
 from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_caller
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
-from ampkit.debugging.operator_tracing import (
+from ampkit.debugging.report import Operation, Report
+from ampkit.debugging.torch_private import (
     FakeTensor,
     ObserverMode,
     OpOverload,
@@ -34,7 +34,7 @@ from ampkit.debugging.operator_tracing import (
     storage_key,
     without_dispatch,
 )
-from ampkit.debugging.report import Operation, Report
+from ampkit.dispatch.weight_cache import invalidate_casts
 
 R = TypeVar("R", bound=Report)
 

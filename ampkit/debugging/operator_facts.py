@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.containers import map_tensors
-from ampkit.debugging.operator_tracing import OpOverload, is_opaque
+from ampkit.debugging.torch_private import OpOverload, is_opaque
 from ampkit.policy.operators import is_composite
 
 # Their results are uninitialized memory.

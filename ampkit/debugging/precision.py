@@ -24,14 +24,14 @@ from ampkit.debugging.loss_changes import LossChanges
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, readable, tensors_in
-from ampkit.debugging.operator_tracing import OpOverload, is_opaque, storage_key
 from ampkit.debugging.proposed_changes import Change, advice_on_precision, changes_for_precision, suggestion
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
 from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.torch_private import OpOverload, is_opaque, storage_key
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
-from ampkit.products.float8_matmul import WIDE_PRODUCTS
+from ampkit.matmul.float8_matmul import WIDE_PRODUCTS
 
 _PRIVATE_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")  # return memory that only their own backward can read
 _OPTIMIZER, _RANDOM, _UNREAD = "the optimizer", "it draws random numbers", "it reads nothing"

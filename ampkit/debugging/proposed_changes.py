@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from ampkit.autocast.arguments import RegionSpec
-from ampkit.autocast.region import autocast
 from ampkit.containers import map_tensors
 from ampkit.debugging.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.causes import advice_for
@@ -30,6 +28,8 @@ from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggest
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import RegionSpec
+from ampkit.region.autocast import autocast
 
 Region = Literal["ampkit", "torch", "none"]  # the kind of region that the user's step runs in
 _NOT_CAST = frozenset(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.debugging.operator_tracing import is_opaque
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.torch_private import is_opaque
 
 _SPARE = 1 << 20  # after so many bytes of new copies, copies of freed storages are removed
 

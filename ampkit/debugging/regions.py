@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ampkit.autocast.arguments import TORCH_POLICIES, RegionSpec
-from ampkit.autocast.region import autocast
-from ampkit.autocast.state import thread
-from ampkit.debugging.operator_tracing import current_node
+from ampkit.debugging.torch_private import current_node
+from ampkit.matmul.float8_recipes import RECIPES
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy
-from ampkit.products.float8_recipes import RECIPES
+from ampkit.region.arguments import TORCH_POLICIES, RegionSpec
+from ampkit.region.autocast import autocast
+from ampkit.region.stack import thread
 
 
 @contextmanager

@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.flop_counter import flop_registry
 
-from ampkit.autocast.arguments import RegionSpec
 from ampkit.debugging.detect import rank
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
-from ampkit.debugging.operator_tracing import OpOverload, storage_key
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.regions import code_of, has_float8, inherits, policy_of, replaced_regions, wider, without_float8
 from ampkit.debugging.report import PrecisionReport, Report
 from ampkit.debugging.snapshot import TrainingSnapshot
+from ampkit.debugging.torch_private import OpOverload, storage_key
 from ampkit.policy.policy import Policy
 from ampkit.policy.rules import Rule
+from ampkit.region.arguments import RegionSpec
 
 _SMALLEST_GAP = 0.01  # a smaller one is not a finding
 # For each look the pairs, the length of a training, and how many errors a gap must have: Student's t with one-sided

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import converted_arguments, tensors_in
-from ampkit.debugging.operator_tracing import without_dispatch
 from ampkit.debugging.precision import why_not_again
 from ampkit.debugging.tape import Recorded, Tape, Values, View
+from ampkit.debugging.torch_private import without_dispatch
 from ampkit.dtypes import dtype_name
-from ampkit.products.float8_matmul import WIDE_PRODUCTS
+from ampkit.matmul.float8_matmul import WIDE_PRODUCTS
 
 _MAX_CALLS = 512  # the most calls that are made exact
 _MAX_MAKERS = 4

@@ -20,9 +20,9 @@ from torch.nn import Module
 
 from ampkit.debugging.detect import rank
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
-from ampkit.debugging.operator_tracing import OpOverload, is_opaque, storage_key
 from ampkit.debugging.report import Report, plain
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.torch_private import OpOverload, is_opaque, storage_key
 from ampkit.dtypes import dtype_name
 
 KIND, VERSION = "ampkit.debugging.run", 1

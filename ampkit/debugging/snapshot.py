@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampkit.autocast.weight_cache import invalidate_casts
+from ampkit.dispatch.weight_cache import invalidate_casts
 
 
 class TrainingSnapshot:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from ampkit.debugging.operator_tracing import StorageWeakRef, storage_key
+from ampkit.debugging.torch_private import StorageWeakRef, storage_key
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import item_of, tensors_in
-from ampkit.debugging.operator_tracing import (
+from ampkit.debugging.torch_private import (
     OpOverload,
     StorageWeakRef,
     is_opaque,

@@ -26,15 +26,15 @@ from torch.autograd.function import BackwardCFunction
 from ampkit.debugging.call_sites import Caller, find_caller, relative
 from ampkit.debugging.operator_calls import OperatorObserver
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.operator_tracing import (
+from ampkit.debugging.report import Problem, Suggestion
+from ampkit.debugging.snapshot import generators
+from ampkit.debugging.torch_private import (
     ObserverMode,
     is_opaque,
     node_name,
     node_sequence_number,
     set_version,
 )
-from ampkit.debugging.report import Problem, Suggestion
-from ampkit.debugging.snapshot import generators
 from ampkit.user_code import is_library
 
 _SUBLINEAR = 0.99  # a gradient that grows by less than this share of the factor is clipped or normalized

@@ -18,7 +18,7 @@ from torch import Tensor
 import ampkit_kernels
 from ampkit.gradients import ranks
 from ampkit.gradients.collect import Gradients, collect, moved
-from ampkit.gradients.torch_private import foreach_clamp_max_, foreach_clamp_min_, is_flat, placements_of
+from ampkit.torch_private import foreach_clamp_max_, foreach_clamp_min_, is_flat, placements_of
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 """Orders for which norm(scale * g) / scale equals norm(g) to the bit if the scale is a power of two.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ampkit_kernels
 from ampkit.dtypes import REAL_FLOATS
-from ampkit.gradients.torch_private import local_tensors, placements_of
+from ampkit.torch_private import local_tensors, placements_of
 
 ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else."""

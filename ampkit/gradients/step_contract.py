@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ampkit.gradients.collect import host_value_or_none, moved
-from ampkit.gradients.torch_private import skip_compilation
-from ampkit.torch_private import dynamo_skip
+from ampkit.torch_private import dynamo_skip, skip_compilation
 
 _MISSING = object()
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import Module
 
-from ampkit.autocast.region import autocast
 from ampkit.containers import cast_tree
 from ampkit.half_precision.forward_wrapper import WrappedForward
 from ampkit.policy.module_paths import is_scripted
 from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
 from ampkit.torch_private import BatchNorm
 
 M = TypeVar("M", bound=Module)

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from ampkit.autocast.arguments import named_policy
-from ampkit.autocast.region import autocast
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import named_policy
+from ampkit.region.autocast import autocast
 from ampkit.scaler.grad_scaler import GradScaler
 
 

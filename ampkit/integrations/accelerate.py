@@ -14,10 +14,10 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
-from ampkit.autocast.arguments import named_policy
-from ampkit.autocast.region import autocast as region_type
 from ampkit.integrations._precision_plugin import checked_scaler
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import named_policy
+from ampkit.region.autocast import autocast as region_type
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]

@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch import Tensor
 
-from ampkit.autocast.arguments import autocast_device_type
 from ampkit.integrations._precision_plugin import PrecisionPlugin
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import autocast_device_type
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]

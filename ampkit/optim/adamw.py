@@ -15,9 +15,9 @@ import ampkit_kernels as kernels
 from ampkit.dtypes import REAL_FLOATS
 from ampkit.gradients.collect import ORDINARY
 from ampkit.gradients.step_contract import StepScalars
-from ampkit.gradients.torch_private import gathered, local_tensors, placements_of
 from ampkit.optim.device_step import DeviceStep, local_gradient, multiplied, needs_float32, refuse_sparse
 from ampkit.optim.low_precision_weights import Precision
+from ampkit.torch_private import gathered, local_tensors, placements_of
 
 _dtype_of, _nbytes_of = attrgetter("dtype"), attrgetter("nbytes")
 _NAMES = ("exp_avg", "exp_avg_sq", "step")

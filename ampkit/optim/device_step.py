@@ -14,12 +14,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampkit_kernels as kernels
 from ampkit.gradients.collect import ORDINARY, host_value_or_none, local_tensor, moved, note_written
 from ampkit.gradients.step_contract import StepScalars
-from ampkit.gradients.torch_private import (
-    StorageWeakRef,
+from ampkit.optim.low_precision_weights import Precision
+from ampkit.torch_private import (
+    dynamo_skip,
     foreach_add_,
     foreach_mul,
     foreach_mul_,
@@ -27,8 +29,6 @@ from ampkit.gradients.torch_private import (
     placements_of,
     skip_compilation,
 )
-from ampkit.optim.low_precision_weights import Precision
-from ampkit.torch_private import dynamo_skip
 
 Loss = TypeVar("Loss")  # returned by a closure, and then by `step`
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")

@@ -11,9 +11,9 @@ from torch.optim.sgd import sgd as torch_sgd
 
 import ampkit_kernels as kernels
 from ampkit.gradients.step_contract import StepScalars
-from ampkit.gradients.torch_private import gathered
 from ampkit.optim.device_step import DeviceStep, multiplied, needs_float32, refuse_sparse
 from ampkit.optim.low_precision_weights import Precision
+from ampkit.torch_private import gathered
 
 
 class SGD(DeviceStep, torch.optim.SGD):

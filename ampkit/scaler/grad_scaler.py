@@ -44,7 +44,6 @@ from ampkit.gradients.collect import (
     take_master_gradients,
     unscale_,
 )
-from ampkit.gradients.torch_private import is_flat, update_scale_
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import skip_above as norm_limit
 from ampkit.scaler import state_dict_checks
@@ -53,6 +52,7 @@ from ampkit.scaler.optimizer_notes import MARK, LastStep, Notes, note_backward, 
 from ampkit.scaler.overflow_report import count_nonfinite
 from ampkit.scaler.scaler_answers import ScalerAnswers
 from ampkit.scaler.skip_above import TimesMedian
+from ampkit.torch_private import is_flat, update_scale_
 from ampkit.user_code import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 import ampkit_kernels
-from ampkit.devices import current_device_type
-from ampkit.gradients.torch_private import ready_record
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import skip_above as norm_limit
 from ampkit.scaler import state_dict_checks
@@ -28,6 +26,7 @@ from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.optimizer_notes import LastStep, Notes
 from ampkit.scaler.skip_above import TimesMedian
 from ampkit.scaler.state_dict_checks import Loadable
+from ampkit.torch_private import current_device_type, ready_record
 from ampkit.user_code import warn_user
 
 OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ampkit import Policy, Rule, amp, autocast
-from ampkit.autocast.state import thread
+from ampkit.region.stack import thread
 
 LOW, TWICE = torch.bfloat16, "ampkit_function_casts::twice"
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ampkit import autocast
-from ampkit.torch_versions import parsed
+from ampkit.torch_private import parsed
 from tests.debugging.models import Middle, filled, mlp
 from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, SGD, loss_of, planted, table, whole
 

@@ -117,7 +117,7 @@ def test_each_training_has_the_regions_that_it_should(nested: bool) -> None:
             with autocast("cpu") if nested else contextlib.nullcontext():
                 loss = model(torch.ones(4, 16)).float().square().mean()
         seen.append(
-            " ".join(call.product or str(call.computed_in[0])[6:] for call in record.calls if "linear" in call.op)
+            " ".join(call.float8 or str(call.computed_in[0])[6:] for call in record.calls if "linear" in call.op)
         )
         yield loss.item()
 

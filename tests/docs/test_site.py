@@ -18,7 +18,7 @@ import ampkit_kernels
 from tests.helpers.paths import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-PACKAGES = ("amp", "debugging", "integrations", "optim")
+PACKAGES = ("amp", "debugging", "integrations", "matmul", "optim")
 
 
 def test_every_public_name_has_its_place_in_the_reference() -> None:
@@ -31,7 +31,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     assert len(found) == len(set(found))
     expected = {f"ampkit.{name}" for name in ampkit.__all__ if name not in PACKAGES}
     expected |= {f"ampkit_kernels.{name}" for name in ampkit_kernels.__all__ if callable(vars(ampkit_kernels)[name])}
-    for name in ("amp", "debugging", "optim"):
+    for name in ("amp", "debugging", "matmul", "optim"):
         expected |= {f"ampkit.{name}.{public}" for public in getattr(ampkit, name).__all__}
     listed = {name for name in found if not name.startswith("ampkit.integrations.")}  # these need other libraries
     assert not expected - listed

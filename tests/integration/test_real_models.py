@@ -6,6 +6,7 @@ unchanged.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import autocast, record_casts
+from ampkit import Policy, Rule, autocast, record_casts
 from tests.helpers.regions import like_torch as ours
 from tests.helpers.training import Region, native, train, trains_as_torch
 
@@ -214,3 +215,33 @@ def test_generation_of_a_wrapped_model_casts_weights_once() -> None:
         tokens, moved = generated()
     assert torch.equal(tokens, expected)
     assert moved == 6.2
+
+
+@pytest.mark.parametrize("rule", [Rule.LOWER, Rule.FLOAT8_ROWWISE])
+def test_merged_adapters_are_seen_inside_a_region(rule: Rule) -> None:
+    """PEFT merges by `weight.data += ...`, also in a forward, where adapters that were merged are disabled."""
+    peft = pytest.importorskip("peft", reason="it is in ampkit[dev]")
+    config = peft.LoraConfig(r=16, target_modules=["0", "2"], init_lora_weights=False)
+    initial: Any = peft.get_peft_model(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), config)
+    x, policy = torch.randn(4, 32), Policy.torch("cpu").with_rules({"aten::linear": rule})
+
+    def outputs(outer: Any, region: Callable[[], Any]) -> list[Tensor]:
+        model, found = copy.deepcopy(initial), []  # merging and unmerging rounds the weights
+        with outer:
+            for merge in (False, True):
+                if merge:
+                    model.merge_adapter()
+                with region():
+                    for _ in range(2):  # `disable_adapter` unmerges, and the next forward computes with the base
+                        found.append(model(x))
+                        with model.disable_adapter():
+                            found.append(model(x))
+        return found
+
+    def mine() -> autocast:
+        return autocast("cpu", policy=policy)
+
+    expected = outputs(contextlib.nullcontext(), native if rule is Rule.LOWER else mine)
+    assert not torch.equal(expected[0], expected[1])
+    for got, want in zip(outputs(autocast("cpu", enabled=False), mine), expected, strict=True):
+        assert torch.equal(got, want)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ampkit import Policy
-from ampkit.policy.op_table import TORCH, Rule
-from ampkit.policy.operator_keys import resolve
+from ampkit.policy.operators import resolve
+from ampkit.policy.rules import Rule
+from ampkit.policy.torch_lists import TORCH
 from tests.tools.operator_drift import ONLY_WHERE_BUILT, list_drift, registered, rule_of
 
 

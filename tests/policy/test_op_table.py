@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ampkit.policy import op_table
-from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
+from ampkit.policy import operators
+from ampkit.policy.default_lists import DEFAULT_EXTRA
+from ampkit.policy.operators import fold
+from ampkit.policy.rules import Group, Rule
+from ampkit.policy.torch_lists import TORCH
 
 
 def test_fold_refuses_an_operator_that_is_listed_twice() -> None:
@@ -21,7 +24,7 @@ def test_fold_leaves_out_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch
         Group(Rule.KEEP, "why", "log", until=(2, 12)),
     )
     for version, names in {(2, 11): {"mm", "log"}, (2, 12): {"mm", "exp"}, (2, 13): {"mm", "exp"}}.items():
-        monkeypatch.setattr(op_table, "_torch_version", lambda version=version: version)
+        monkeypatch.setattr(operators, "_torch_version", lambda version=version: version)
         assert {op.name().removeprefix("aten::") for op in fold(groups)} == names
 
 

@@ -8,8 +8,9 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.nn.modules import module as hooked
 
-from ampkit.autocast.policy_mark import current_mark
-from ampkit.autocast.state import thread
+from ampkit.dispatch.dynamo_guard import current_mark
+from ampkit.region import module_hooks
+from ampkit.region.stack import thread
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def _nothing_left_behind() -> Iterator[None]:
         torch._dynamo.reset()
     yield
     assert [device for device in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(device)] == []
-    assert (thread.regions, thread.modules, current_mark()) == ([], [], ())
+    assert (thread.regions, module_hooks._running.modules, current_mark()) == ([], [], ())
     assert not hooked._global_forward_pre_hooks
     assert not hooked._global_forward_hooks
     assert torch.compiler.config.cache_key_tag == ""

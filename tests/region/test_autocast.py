@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, Rule, autocast
-from ampkit.autocast.arguments import emulates_bfloat16
+from ampkit.region.arguments import emulates_bfloat16
 from tests.helpers.processes import fresh_python
 from tests.helpers.regions import BF16, FP16, FP32, FP64, both, like_torch, on_fake_cuda, product
 

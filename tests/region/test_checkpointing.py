@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from ampkit import Policy, autocast
-from ampkit.autocast.state import thread
+from ampkit.region.stack import thread
 from tests.helpers.regions import FP16, like_torch, state
 
 

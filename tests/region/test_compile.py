@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import ampkit
 from ampkit import Policy, Rule, autocast
-from ampkit.autocast.state import thread
+from ampkit.region.stack import thread
 from tests.helpers.compiled_regions import INSIDE, RULES, TORCH, Net, assert_same, module_rules, outputs, step
 from tests.helpers.models import CASES
 from tests.helpers.regions import BF16, FP16, FP32, product, state

@@ -7,8 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, autocast, torch_private
-from ampkit.autocast import dispatch as dispatcher
-from ampkit.autocast import dispatch as registration
+from ampkit.dispatch import dispatcher
 from tests.helpers.regions import BF16, FP16, FP32, REGIONS, both, product, state
 
 # State
@@ -221,4 +220,4 @@ def test_a_second_copy_of_ampkit_raises():
     with autocast("cpu"):
         pass
     with pytest.raises(RuntimeError, match="another copy of ampkit"):
-        registration._fallthrough_library()
+        dispatcher._fallthrough_library()

@@ -13,7 +13,7 @@ import ampkit
 import ampkit_kernels
 from ampkit import doctor, dtype_times
 from ampkit.__main__ import COMMANDS, main
-from ampkit.autocast import self_check
+from ampkit.dispatch import self_check
 from ampkit.dtype_times import DtypeTime
 
 Run = Callable[..., str]

@@ -95,11 +95,11 @@ def below(packages: Mapping[str, set[str]], package: str) -> set[str]:
 
 
 def private_names_elsewhere(texts: Mapping[str, str]) -> list[str]:
-    """Names that torch does not promise, used outside `torch_internals` and `ampkit_kernels`."""
+    """Names that torch does not promise, used outside files named `torch_private` and `ampkit_kernels`."""
     return [
-        f"{name} uses {private}; take it through ampkit.torch_internals"
+        f"{name} uses {private}; take it through ampkit.torch_private"
         for name, text in texts.items()
-        if not name.startswith(("ampkit.torch_internals", "ampkit_kernels"))
+        if not name.startswith("ampkit_kernels") and not name.endswith(".torch_private")
         for private in sorted(TOOLS["private_names"](text))
     ]
 

@@ -7,10 +7,10 @@ import weakref
 import pytest
 import torch
 
-from ampkit.gradients.torch_private import ready_record
 from ampkit.optim import AdamW
 from ampkit.scaler import scaler_state
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.torch_private import ready_record
 from tests.helpers.scaler_tools import BOTH, alike, one_parameter, started
 
 

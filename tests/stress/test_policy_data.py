@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ampkit import Policy, Rule, autocast
+from ampkit.matmul.float8_recipes import RECIPES
 from ampkit.policy.policy import registered
-from ampkit.products.float8_recipes import RECIPES
 from tests.stress.budget import damage, rounds
 
 OPERATORS = [

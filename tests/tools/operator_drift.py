@@ -15,11 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit.autocast import casting
-from ampkit.autocast.dispatch import AUTOCAST_KEYS, autocast_key
-from ampkit.policy.op_table import TORCH, Rule, names
-from ampkit.policy.operator_keys import resolve
-from ampkit.policy.operators import OpOverload, dtype_overload
+from ampkit.dispatch import casting
+from ampkit.dispatch.dispatcher import AUTOCAST_KEYS, autocast_key
+from ampkit.policy.operators import dtype_overload, names, resolve
+from ampkit.policy.rules import Rule
+from ampkit.policy.torch_lists import TORCH
+from ampkit.torch_private import OpOverload
 from tests.helpers.op_samples import native
 
 # Defined or registered by the code of a library that a build of torch may lack.

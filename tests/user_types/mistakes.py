@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import GradScaler, Policy, amp, autocast, half, optim
+from ampkit import GradScaler, Policy, amp, autocast, half, matmul, optim
 
 
 @autocast("cpu")
@@ -30,6 +30,7 @@ linear: nn.Conv2d = half(nn.Linear(1, 1))  # reportAssignmentType
 amp.initialize(nn.Linear(1, 1), level="O2")  # reportCallIssue
 amp.initialize("model")  # reportArgumentType
 pair: tuple[nn.Linear, int] = amp.initialize(nn.Linear(1, 1))  # reportAssignmentType
+matmul.float8_layers(nn.Linear(1, 1), "cpu")  # reportArgumentType
 Policy.default("cpu").for_modules({"head": "float32"})  # reportCallIssue
 ampkit.integration  # reportAttributeAccessIssue
 ampkit.integrations.ligthning  # reportAttributeAccessIssue

@@ -25,12 +25,13 @@ from ampkit import (
     custom_fwd,
     debugging,
     half,
+    matmul,
     optim,
 )
-from ampkit.autocast.cast_record import RecordedCall
 from ampkit.debugging.report import NonFiniteReport, PrecisionReport
 from ampkit.half_precision.check_half import HalfReport
 from ampkit.policy.policy import Explanation
+from ampkit.records.cast_record import RecordedCall
 
 CONFIGURATION = {"dtype": "bfloat16", "policy": "torch"}
 
@@ -86,6 +87,7 @@ assert_type(policy.explain(torch.softmax), Explanation)
 assert_type(policy.explain("aten::linear").rule, Rule)
 assert_type(policy.explain(torch.ops.aten.mm).rule, Rule)
 assert_type(str(policy.check()), str)
+assert_type(matmul.float8_layers(policy, model), list[str])
 assert_type(Policy.from_dict(policy.to_dict(), model), Policy)
 ampkit.register_op("aten::frobenius_norm", "float32")
 

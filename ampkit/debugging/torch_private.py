@@ -1,0 +1,73 @@
+"""Names of torch that debugging alone needs: autograd nodes, identities of storages, modes below autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+
+from ampkit.torch_private import ObserverMode
+
+__all__ = [
+    "FakeTensor",
+    "LoaderIterator",
+    "ObserverMode",
+    "OpOverload",
+    "StorageWeakRef",
+    "current_node",
+    "is_opaque",
+    "negative_view",
+    "next_sequence_number",
+    "node_name",
+    "node_sequence_number",
+    "revived",
+    "set_version",
+    "storage_key",
+    "without_dispatch",
+]
+
+without_dispatch = torch._C._DisableTorchDispatch
+current_node = torch._C._current_autograd_node
+# Of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
+next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+
+# Sets the versions of tensors, by which autograd notices that a saved tensor was written in place.
+set_version = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore[reportAttributeAccessIssue]
+negative_view = torch._neg_view  # of the same memory, with the negative bit set
+
+
+def revived(weak: StorageWeakRef) -> Any:
+    """The storage of a weak reference; None if it is freed."""
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+
+
+def node_name(node: Any) -> str:
+    """The name of an autograd node, from its type: a custom function's node is its `ctx`, with user attributes."""
+    return type(node).name(node)
+
+
+def node_sequence_number(node: Any) -> int:
+    """The sequence number of an autograd node: the result of `next_sequence_number` in its forward operator."""
+    return type(node)._sequence_nr(node)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, shared by its views. May be reused once the storage is freed."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_opaque(tensor: Tensor) -> bool:
+    """Whether a tensor's values cannot be read as strided memory: sparse, nested, quantized, meta, fake, zero."""
+    return (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_meta
+        or tensor.is_nested
+        or tensor._is_zerotensor()
+        or isinstance(tensor, FakeTensor)
+    )

@@ -1,0 +1,150 @@
+"""The policy mark: a guard by which Dynamo compiles a function again under another policy.
+
+Dynamo traces a function that is called inside a region with the region's casts, and guards on torch's autocast state:
+enabled and dtype of each device type. Two regions that differ in policy alone would look the same to these guards. So a
+region whose policy is not torch.amp's list encodes its policy as the autocast dtypes of device types that torch still
+lists and that no build of torch can run, one dtype per digit: the *mark*. It casts nothing; torch's guards check it in
+C++.
+
+There are about two thousand marks. AOTAutograd's cache on disk, which other processes share, gets the full policy while
+Dynamo compiles, through `torch.compiler.config.cache_key_tag`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import torch
+
+from ampkit.forks import process_lock
+from ampkit.policy.policy import Policy, register_changes, registered
+from ampkit.torch_private import dynamo_skip, functorch_config, loaded
+
+__all__ = ["MARK_DEVICES", "Mark", "begin_backward_as_eager", "current_mark", "mark_of", "write_mark"]
+
+Mark = tuple[tuple[str, torch.dtype], ...]  # a device type and its autocast dtype for each digit
+
+MARK_DEVICES = ("ipu", "maia")
+_DIGITS = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_is_enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+_marks: dict[str, Mark] = {}  # by the text of the policies
+_texts: dict[Mark, str] = {}
+
+
+def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
+    """The mark of a region with these policies: empty for torch.amp's own list, else unique in this process."""
+    return _mark_of(policies, register_changes())
+
+
+@functools.lru_cache(maxsize=64)
+def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
+    if not registered() and all(policy == Policy.torch(device_type) for device_type, policy in policies):
+        return ()
+    # A policy's `repr` is the same in every process, its `text` has the number of its module rules in this one.
+    text = repr([(device_type, policy, policy.text) for device_type, policy in policies])
+    text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
+    with process_lock():
+        if text not in _marks:
+            _marks[text] = mark = _free_mark(text)
+            _texts[mark] = text
+        return _marks[text]
+
+
+def _free_mark(text: str) -> Mark:
+    """A mark that no other policy of this process has: by a hash of the text, so mostly the same in every process."""
+    capacity = len(_DIGITS) ** 2
+    if len(_texts) >= capacity:
+        _marks.clear()
+        _texts.clear()
+        _mark_of.cache_clear()
+        forget_compiled()  # code compiled under an old mark must not match a new one
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    mark: Mark = ((MARK_DEVICES[0], _DIGITS[number % len(_DIGITS)]),)
+    while mark in _texts:
+        first, second = divmod(number % capacity, len(_DIGITS))
+        mark = ((MARK_DEVICES[0], _DIGITS[first]), (MARK_DEVICES[1], _DIGITS[second]))
+        number += 1
+    return mark
+
+
+def current_mark() -> Mark:
+    """The mark that is set in this thread."""
+    if not _is_enabled(MARK_DEVICES[0]):
+        return ()
+    return tuple([(device, _dtype_of(device)) for device in MARK_DEVICES if _is_enabled(device)])
+
+
+def write_mark(mark: Mark) -> None:
+    """Set the mark of this thread."""
+    digits = dict(mark)
+    for device in MARK_DEVICES:
+        if device in digits:
+            torch.set_autocast_dtype(device, digits[device])
+        torch.set_autocast_enabled(device, device in digits)
+    callbacks = loaded("_dynamo.callback", "callback_handler") if mark else None
+    if callbacks is not None and _begin not in callbacks.start_callbacks:  # `torch._dynamo.reset` drops callbacks
+        callbacks.register_end_callback(_end)  # first: a start without an end would change all later compilations
+        callbacks.register_start_callback(_begin)
+
+
+class _Compilation:
+    """torch's options as they were before ampkit changed them for a compilation."""
+
+    tag: str | None = None
+    changed_backward = False
+
+
+@dynamo_skip  # torch holds a lock, which a compilation of this, amid a compiled step, would wait for
+def _begin(_: Any) -> None:
+    mark = current_mark()
+    if mark:
+        _Compilation.tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = _Compilation.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
+        begin_backward_as_eager()
+
+
+def begin_backward_as_eager() -> None:
+    """Have the current compilation trace backward with autocast off, as eager code runs it, until it ends."""
+    _Compilation.changed_backward |= trace_backward_as_eager()
+
+
+@dynamo_skip
+def _end(_: Any) -> None:
+    if _Compilation.tag is not None:
+        torch.compiler.config.cache_key_tag = _Compilation.tag
+        _Compilation.tag = None
+    if _Compilation.changed_backward:
+        traced_backward()
+        _Compilation.changed_backward = False
+
+
+def forget_compiled() -> None:
+    """Drop the code that Dynamo has compiled so far."""
+    reset = loaded("_dynamo", "reset")
+    if reset is not None:
+        reset()
+
+
+# AOTAutograd traces a backward in the autocast state that surrounds the compiled call, which would cast the products of
+# a float32 module's backward. While Dynamo compiles in a region it traces backward with autocast off, as eager code
+# runs it. The option is part of the keys of AOTAutograd's cache.
+
+_AS_FORWARD = "same_as_forward"  # torch's default for the option
+
+
+def trace_backward_as_eager() -> bool:
+    """Have the current compilation trace backward with autocast off. Returns whether this has changed the option."""
+    # Compilations of exports call no end callback.
+    if not loaded("_dynamo.callback", "callback_handler._CompilationCallbackHandler__pending_callbacks_counter"):
+        return False
+    if functorch_config().backward_pass_autocast != _AS_FORWARD:
+        return False
+    functorch_config().backward_pass_autocast = "off"
+    return True
+
+
+def traced_backward() -> None:
+    """Take back what `trace_backward_as_eager` has changed."""
+    functorch_config().backward_pass_autocast = _AS_FORWARD

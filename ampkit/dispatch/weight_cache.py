@@ -1,0 +1,152 @@
+"""The cache of weight casts: inside a region a weight is cast once, until the outermost region is left.
+
+A cached cast is used only while the weight cannot have changed. Each use compares
+
+- the tensor itself, and whether it requires grad;
+- its version counter, which every write that autograd knows of increments;
+- its memory: the address, and a weak reference to the storage, since an address alone comes back as soon as
+  `p.data = ...` has freed it.
+
+Any step of any optimizer ends all casts, since fused optimizers do not increment the versions of what they write.
+
+As in torch.amp, writes through `.data`, `.numpy()` and other aliases are not seen before the outermost region is left.
+An outer `autocast(device_type, enabled=False)` keeps the casts of the regions inside it: around micro-batches, or
+around the loop of `generate()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampkit.dispatch.dispatcher import transforms
+from ampkit.torch_private import (
+    functorch_level,
+    is_functorch_wrapped,
+    jit_tracing_state,
+    n_dispatch_modes,
+    only_observed,
+    set_grad_enabled,
+)
+from ampkit_kernels import CURRENT_CUDA, is_capturing
+
+__all__ = ["WeightCasts", "invalidate_casts"]
+
+_cache_enabled = torch.is_autocast_cache_enabled
+_inference_mode, _grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
+
+
+class _Steps:
+    """The time since the last optimizer step of the process, as an object. None: no cast was made since."""
+
+    since_last: object = None
+    watched = False
+
+
+def invalidate_casts(*_: Any) -> None:
+    """Make every cached cast invalid. Called before and after each step of any optimizer.
+
+    Dynamo traces this into compiled steps. It reads nothing that it writes, or each step would be compiled again.
+    """
+    _Steps.since_last = None
+
+
+class WeightCasts:
+    """The casts of weights that the regions of a thread share, and other forms of weights, such as FP8.
+
+    How a weight is cast says an object with `convert(weight)`, `device_type` and `source_dtypes`: a `casting.Cast`, or
+    the form of a product rule.
+    """
+
+    def __init__(self, *, in_capture: bool = False) -> None:
+        self.in_capture = in_capture  # made while a CUDA graph is captured: its casts belong to that graph
+        self.reused: list[Any] | None = None  # casts that were taken from the cache, while a call is observed
+        self.shared: dict[str, Any] = {}  # for product rules: objects to drop together with the casts
+        self._casts: dict[tuple[Any, bool], dict[int, tuple[Any, ...]]] = {}  # by cast and inference mode
+        self._since_step: object = None  # `_Steps.since_last` when they were made
+        if not _Steps.watched:
+            _Steps.watched = True
+            register_optimizer_step_pre_hook(invalidate_casts)
+            register_optimizer_step_post_hook(invalidate_casts)
+
+    def get(self, weight: Tensor, cast: Any) -> Any:
+        """`cast.convert(weight)`, from the cache where the weight's cast can be shared. Never synchronizes."""
+        if (
+            not _cache_enabled()  # a `torch.autocast` region inside ours disables it
+            or (n_dispatch_modes() != 0 and not only_observed())  # traced, recorded or made of fake tensors
+            or jit_tracing_state() is not None
+            or (functorch_level() is not None and transforms())
+            or (cast.device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)
+        ):
+            return cast.convert(weight)
+        if self._since_step is not _Steps.since_last:
+            self.clear()
+        casts = self._casts.get((cast, _inference_mode()))
+        cached = None if casts is None else casts.get(id(weight))
+        if cached is not None:
+            _, requires_grad, version, address, storage, converted = cached
+            if (
+                requires_grad is weight.requires_grad
+                and version == weight._version
+                and (storage is None or (address == weight.data_ptr() and storage() is not None))
+            ):
+                if self.reused is not None:
+                    self.reused.append(converted)
+                return converted
+        return self._convert(weight, cast)
+
+    def _convert(self, weight: Tensor, cast: Any) -> Any:
+        if not _is_weight(weight) or weight.dtype not in cast.source_dtypes:
+            return cast.convert(weight)
+        try:
+            address, storage = _memory(weight)
+        except RuntimeError:  # sparse tensors have no memory of their own
+            return cast.convert(weight)
+        self._since_step = _Steps.since_last = _Steps.since_last or object()
+        version = weight._version  # read before the cast, so that a write meanwhile invalidates it
+        if _grad_enabled() or _inference_mode():
+            converted = cast.convert(weight)
+        else:
+            # With a history under `no_grad` too, as in torch.amp: the age of the history decides in which order the
+            # gradients of a weight are added.
+            try:
+                set_grad_enabled(True)
+                converted = cast.convert(weight)
+            finally:
+                set_grad_enabled(False)
+        # The entry holds the weight, as the history of its cast does, so that no other tensor gets its `id`.
+        entry = weight, weight.requires_grad, version, address, storage, converted
+        self._casts.setdefault((cast, _inference_mode()), {})[id(weight)] = entry
+        return converted
+
+    def clear(self) -> None:
+        """Drop every cast. Regions that are open make new ones as they need them."""
+        self._casts.clear()
+        self.shared.clear()
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether casts of a tensor are cached: of leaves that require grad, as in torch.amp, but never of views.
+
+    Frozen weights are cast at each use: adapters are merged into them through `.data`, which no version counts.
+    """
+    return (
+        tensor.is_leaf
+        and tensor.requires_grad
+        and not tensor._is_view()
+        and not tensor.is_inference()  # has no version counter
+    )
+
+
+def _memory(weight: Tensor) -> tuple[int | None, Callable[[], Any] | None]:
+    """The address of a weight's memory and a weak reference to its storage; None for tensors that wrap others."""
+    kind = type(weight)
+    if (kind is Parameter or kind is Tensor) and (functorch_level() is None or not is_functorch_wrapped(weight)):
+        return weight.data_ptr(), weakref.ref(weight.untyped_storage())
+    return None, None

@@ -1,0 +1,165 @@
+"""`record_casts`: notes each operator call that followed a rule: its rule and who set it, its casts, module and line.
+
+While a record is being made, the modes of new regions have an observer, `_note`; otherwise recording costs nothing. A
+record holds names, dtypes and numbers, but no tensors of the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit.dispatch import casting
+from ampkit.dispatch.mode import AutocastMode, Call, observers
+from ampkit.matmul.float8 import Product, why_not
+from ampkit.matmul.float8_recipes import RECIPES
+from ampkit.policy.module_paths import path_of
+from ampkit.policy.policy import Explanation, Policy, register_changes
+from ampkit.policy.rules import Rule
+from ampkit.records.cast_record import CastRecord, RecordedCall
+from ampkit.torch_private import MODULE_CALL, OpOverload, TracingContext, loaded
+from ampkit.user_code import is_library
+
+__all__ = ["record_casts"]
+
+
+class record_casts(contextlib.ContextDecorator):
+    """Record what every region entered inside casts, in all threads: in forward, recomputation and backward.
+
+    The record shows why an operator was cast, and what casting costs in a step::
+
+        with record_casts() as record:
+            with autocast("cuda"):
+                loss = model(x).mean()
+            loss.backward()
+        print(record)
+
+    Operators without a rule do not appear, because a region does not see them; nor do regions that were open before.
+    Code under `torch.compile` is left out, unless its backend runs operators one by one ("eager"): record the function
+    before it is compiled. FakeTensors are recorded like others, also for a GPU that the machine does not have. Inside
+    another record, only the inner one records. Recording never synchronizes.
+    """
+
+    def __enter__(self) -> CastRecord:
+        self.record = CastRecord()
+        self.observer = functools.partial(_note, self.record)
+        observers.append(self.observer)
+        return self.record
+
+    def __exit__(self, *exc: Any) -> None:
+        # Another thread's observer may be the last. A partial equals only itself.
+        observers[:] = [observer for observer in observers if observer is not self.observer]
+        if not self.record.calls:
+            self.record.compiled = self.record.compiled or _has_compiled()
+
+
+def _note(
+    record: CastRecord,
+    mode: AutocastMode,
+    op: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    call: Call,
+    reused: list[Any],
+) -> None:
+    """Note a call in a record, as a mode's observer."""
+    if TracingContext.try_get() is not None:
+        record.compiled = True
+        return
+    recorded = _recorded(mode, op, args, kwargs, call, reused)
+    record.calls.append(recorded)
+    if isinstance(call[0], Product):
+        call[0].notes = functools.partial(record.float8_notes.note, recorded.module or recorded.line)
+
+
+def _recorded(
+    mode: AutocastMode, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Call, reused: list[Any]
+) -> RecordedCall:
+    """Return the record of a call: `args` and `kwargs` as they were given, `call` as it will run."""
+    run, new_args = call[0], (*call[1], *call[2].values())
+    given, used = list(casting.tensors((*args, *kwargs.values()))), list(casting.tensors(new_args))
+    cast = [(old, new) for old, new in zip(given, used, strict=True) if old is not new]
+    made = [(old, new) for old, new in cast if not any(new is each for each in reused)]
+    policy = next(
+        policy
+        for (device_type, policy), (_, table) in zip(mode.policies, mode.tables, strict=True)
+        if len(mode.policies) == 1
+        or (op in table and torch.is_autocast_enabled(device_type) and any(t.device.type == device_type for t in given))
+    )
+    _, rule, layer, why = _explain(policy, op, register_changes())
+    operands = _dtypes(given)
+    computed_in = _dtypes(used) if cast else operands
+    if rule is Rule.FLOAT32_DTYPE_ARG:
+        computed_in = tuple(arg for arg in new_args if isinstance(arg, torch.dtype)) or computed_in
+    float8 = ""
+    if isinstance(run, Product):
+        float8, recipe = rule.name, run.recipe
+        computed_in = tuple(run.dtype if each is None else each.dtype for each in (recipe.x, recipe.w))
+    elif rule in RECIPES:
+        float8 = why_not(op, args, kwargs, policy.device_type)
+    module, line = _call_site(sys._getframe(1))
+    return RecordedCall(
+        op.name(),
+        rule,
+        layer,
+        why,
+        module,
+        line,
+        operands,
+        computed_in,
+        len(made),
+        len(cast) - len(made),
+        sum([_nbytes(old) + _nbytes(new) for old, new in made]),
+        tuple([() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given]),
+        float8,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _explain(policy: Policy, op: OpOverload, changes: int) -> Explanation:
+    return policy.explain(op)
+
+
+def _call_site(frame: FrameType | None) -> tuple[str, str]:
+    """The path of the module that runs, and the line of user code that called the operator."""
+    innermost = outermost = None  # frames of modules
+    line = ""
+    while frame is not None:
+        code = frame.f_code
+        if code is MODULE_CALL:
+            outermost = frame
+            innermost = innermost or frame
+        elif not line and not is_library(code.co_filename):
+            line = f"{_file_name(code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    if innermost is None or outermost is None:
+        return "", line
+    module = innermost.f_locals["self"]
+    return path_of(outermost.f_locals["self"], module) or type(module).__name__, line
+
+
+@functools.cache
+def _file_name(path: str) -> str:
+    return Path(path).name
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, also of those that a sparse tensor does not store."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    return tuple([tensor.dtype for tensor in tensors])
+
+
+def _has_compiled() -> bool:
+    """Return whether Dynamo has compiled any code in this process."""
+    return bool(loaded("_dynamo.convert_frame", "output_codes.seen"))
