@@ -33,14 +33,19 @@ _marks: dict[str, Mark] = {}  # by the text of the policies
 _texts: dict[Mark, str] = {}
 
 
-def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
-    """The mark of a region with these policies: empty for torch.amp's own list, else unique in this process."""
-    return _mark_of(policies, register_changes())
+def mark_of(policies: tuple[tuple[str, Policy], ...], *, casts: bool = True) -> Mark:
+    """Return the mark of a region with these policies: empty for the policy that no mark stands for, else unique.
+
+    No mark stands for torch.amp's own list in a region that casts. In a region that casts nothing, it stands for the
+    default policy: regions inside inherit the policy, and without an outer region they have the default one.
+    """
+    return _mark_of(policies, casts, register_changes())
 
 
 @functools.lru_cache(maxsize=64)
-def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
-    if not registered() and all(policy == Policy.torch(device_type) for device_type, policy in policies):
+def _mark_of(policies: tuple[tuple[str, Policy], ...], casts: bool, changes: int) -> Mark:
+    unmarked = Policy.torch if casts else Policy.default
+    if not (casts and registered()) and all(policy == unmarked(device_type) for device_type, policy in policies):
         return ()
     # A policy's `repr` is the same in every process, its `text` has the number of its module rules in this one.
     text = repr([(device_type, policy, policy.text) for device_type, policy in policies])

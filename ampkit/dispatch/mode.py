@@ -61,6 +61,7 @@ class AutocastMode(TorchDispatchMode):
         self.as_torch = all(policy.base == "torch" for _, policy in policies)
         self.key = TORCH_KEY if self.as_torch else KEY
         self.mark = dynamo_guard.mark_of(policies)
+        self.mark_without_casts = dynamo_guard.mark_of(policies, casts=False)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device_type for device_type, _ in policies))
         for _, table in self.tables:
             install(table, self.key)

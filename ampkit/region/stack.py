@@ -139,7 +139,8 @@ def enter(
     reached = spec.enabled or recomputes
     if len(mode.policies) > 1:  # operators also reach the mode if a region of another device type is around this one
         reached = reached or any(_is_enabled(each) for each, _ in mode.policies if each != spec.device_type)
-    keys, mark = _keys(mode if reached else None, before.keys), mode.mark if reached else ()
+    keys = _keys(mode if reached else None, before.keys)
+    mark = mode.mark if reached else mode.mark_without_casts
     after = _new(State, (spec.device_type, spec.enabled, spec.dtype, spec.cache_enabled, mode, keys, mark))
     regions.append(_new(OpenRegion, (spec, before, after, cache, graph, reached, None)))
     torch.autocast_increment_nesting()

@@ -74,6 +74,40 @@ def test_a_compiled_function_called_in_regions_never_serves_another_region(backe
     assert counted <= len(policies(net)) + 3, "the second round compiled again"
 
 
+class RegionInside(nn.Module):
+    """A module that calls its layer in an enabled region without a policy, which inherits the outer region's policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_region_in_compiled_code_inherits_the_policy_of_a_disabled_region(backend: str) -> None:
+    """Rules for modules too; and code that was compiled under one policy never serves another."""
+    model, x = RegionInside(), torch.ones(2, 4)
+    default = Policy.default("cpu")
+    policies = [
+        None,
+        default.for_modules(model, {"layer": torch.float32}),
+        default.with_rules({"aten::linear": Rule.FLOAT32}),
+        Policy.torch("cpu"),
+    ]
+    for order in (policies, policies[::-1]):
+        torch._dynamo.reset()
+        compiled = torch.compile(model.forward, backend=backend)
+        dtypes = []
+        for policy in order:
+            with autocast("cpu", enabled=False, policy=policy):
+                assert torch.equal(compiled(x), model(x))
+                dtypes.append(model(x).dtype)
+        assert set(dtypes) == {FP32, BF16}
+
+
 def test_register_op_is_seen_by_code_compiled_before() -> None:
     with torch.library._scoped_library("ampkit_compile_test", "FRAGMENT") as library:
         library.define("product(Tensor a, Tensor b) -> Tensor")
