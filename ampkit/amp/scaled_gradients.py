@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.gradients import closures, step_contract
+from ampkit.gradients import step_contract
 from ampkit.gradients.collect import collect, combined, merged, parameters, unscale_
-from ampkit.half_precision.master_weights import MasterWeights
+from ampkit.half_precision.master_weights import MasterWeights, refuse_closure
 from ampkit.scaler import state_dict_checks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.optimizer_notes import Notes
@@ -152,7 +152,8 @@ class ScaledGradients:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Refuse a step without unscaled gradients, and set gradients to None if one is not finite."""
         self._flag_on_optimizer.close()  # still open if the last step raised
-        self._check_ready(optimizer, closures.extract(args[1:], kwargs))
+        refuse_closure(optimizer, args, kwargs)
+        self._check_ready(optimizer)
         scaler, found_inf = self.scaler, self.found_inf if self.unscaled else None
         self.unscaled = False
         if found_inf is None or scaler is None:
@@ -175,13 +176,8 @@ class ScaledGradients:
         """Remove the flag from an amp-aware optimizer."""
         self._flag_on_optimizer.close()
 
-    def _check_ready(self, optimizer: Any, closure: Any) -> None:
+    def _check_ready(self, optimizer: Any) -> None:
         name = type(optimizer).__name__
-        if closure is not None:
-            raise RuntimeError(
-                f"{name}.step got a closure, whose backward would not be unscaled; use ampkit.autocast or "
-                f"MasterWeights with GradScaler.step(optimizer, closure)"
-            )
         if self.still_scaled():
             raise RuntimeError(
                 f"{name}.step() while gradients of a delayed backward are still scaled; do not delay the last "

@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 import ampkit_kernels
 from ampkit.dtypes import SIXTEEN_BIT
-from ampkit.gradients import closures
 from ampkit.gradients.collect import local_tensor, masters_of, moved, note_written, set_masters
 
 __all__ = ["MasterWeights"]
@@ -27,30 +26,34 @@ __all__ = ["MasterWeights"]
 
 @dataclass
 class _Pair:
-    """A 16-bit parameter, its master, and the parameter's version counter after it was last written from the master."""
+    """A 16-bit parameter and its master, with the parameter's version and address when it last equaled the master."""
 
     param: Tensor
     master: Parameter
-    version: int
+    written: tuple[int, int] = (-1, 0)
+
+    def state(self) -> tuple[int, int]:
+        """Return the version counter and the address of the parameter; `param.data = ...` changes the address only."""
+        return self.param._version, local_tensor(self.param).data_ptr()
 
 
 class MasterWeights:
     """Gives an optimizer float32 masters for its float16 and bfloat16 parameters.
 
     Afterwards `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
-    `step` takes the gradients that have arrived, updates the masters, writes them to the model (in the same launch for
-    `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too. `optimizer.zero_grad()` clears the
-    gradients of masters and model. float32 parameters stay as they are. 16-bit parameters that join later, by
-    `add_param_group` or `requires_grad_(True)`, get masters in the next step; frozen ones get none. A sparse gradient
-    becomes dense.
+    `step` moves the gradients to the masters, updates the masters, rounds them into the model and drops their
+    gradients. `optimizer.zero_grad()` clears the gradients of masters and model. float32 parameters stay as they are.
+    16-bit parameters that join later, by `add_param_group` or `requires_grad_(True)`, get masters in the next step;
+    frozen ones get none. A sparse gradient becomes dense. `step` with a closure raises `RuntimeError`.
 
     `ampkit.GradScaler` finds the masters by itself. With another scaler, call `take_gradients_()` after backward, so
     that the scaler finds float32 gradients.
 
     Masters start from the 16-bit values; `load_state_dict` can set others, such as the model's original float32 values.
 
-    If a 16-bit weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the new value
-    in each element that no longer equals the rounded master. Changes through `.data` are not seen.
+    If a 16-bit weight is changed from outside (a checkpoint, a pruning mask, `param.data = ...`), the next `step` sets
+    each master element that no longer rounds to the weight to the new value. Writes into `param.data` (`.data.mul_`)
+    are not detected and are overwritten.
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters; its state for them moves to the masters.
@@ -151,7 +154,9 @@ class MasterWeights:
             masters = [local_tensor(pair.master) for pair in pairs]
             params = [local_tensor(pair.param) for pair in pairs]
             ampkit_kernels.backend(params[0]).cast_(masters, params)
-        self._note_written()
+        note_written(self.model_parameters())
+        for pair in self._pairs.values():
+            pair.written = pair.state()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masters in the order of the parameter groups; the tensors share their storage.
@@ -185,14 +190,13 @@ class MasterWeights:
         Elements that equal the rounded master leave the master's value as it is.
         """
         for pair in self._pairs.values():
-            if pair.param._version != pair.version:
+            if pair.written != pair.state():
                 param, master = pair.param, pair.master
                 master.copy_(torch.where(param == master.to(param.dtype), master, param.to(torch.float32)))
 
     def _adopt(self) -> None:
         """Replace the 16-bit parameters in the optimizer's groups by masters."""
         optimizer = self.optimizer
-        before = len(self._pairs)
         for group in optimizer.param_groups:
             params: list[Tensor] = group["params"]
             for index, param in enumerate(params):
@@ -206,40 +210,19 @@ class MasterWeights:
                 master = Parameter(param.detach().to(torch.float32))
                 params[index] = master
                 _move_state(optimizer, param, master)
-                self._pairs[id(param)] = _Pair(param, master, param._version)
-        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):  # it writes the model as it steps
-            optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
+                self._pairs[id(param)] = pair = _Pair(param, master)
+                pair.written = pair.state()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        refuse_closure(optimizer, args, kwargs)
         self._adopt()
         self.follow_model_()
-        closure = closures.extract(args[1:], kwargs)
-        if closure is None:
-            self.take_gradients_()
-            return None
-
-        def evaluate() -> Any:
-            self.write_back_()
-            with torch.enable_grad():
-                loss = closure()
-            self.take_gradients_()
-            return loss
-
-        arguments, kwargs = closures.replace(evaluate, args[1:], kwargs)
-        return (args[0], *arguments), kwargs
+        self.take_gradients_()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if hasattr(optimizer, "write_copies") and closures.extract(args[1:], kwargs) is None:
-            self._note_written()
-        else:
-            self.write_back_()
+        self.write_back_()
         for pair in self._pairs.values():
             pair.master.grad = None
-
-    def _note_written(self) -> None:
-        note_written(self.model_parameters())
-        for pair in self._pairs.values():
-            pair.version = pair.param._version
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.__class__.zero_grad(self.optimizer, set_to_none)
@@ -294,6 +277,15 @@ def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Paramet
         name: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT else value
         for name, value in optimizer.state.pop(param).items()
     }
+
+
+def refuse_closure(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `RuntimeError` if a hook before `step` gets a closure: `args` begins with the optimizer."""
+    if kwargs.get("closure") is not None or any(map(callable, args[1:2])):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step got a closure, whose gradients would not reach the float32 masters or be "
+            "unscaled; run backward first and call step() without a closure"
+        )
 
 
 def _check_device(pair: _Pair) -> None:
