@@ -27,7 +27,7 @@ class FP16Optimizer(torch.optim.Optimizer):
 
     ::
 
-        model.half()
+        ampkit.half(model, in_place=True)  # unlike model.half(), keeps rotary frequencies and the like in float32
         optimizer = FP16Optimizer(torch.optim.AdamW(groups), static_loss_scale=args.loss_scale)  # 0: dynamic
         for batch in data:
             optimizer.zero_grad()

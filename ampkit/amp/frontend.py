@@ -21,7 +21,7 @@ from ampkit.amp import levels
 from ampkit.amp.fp32_checkpoints import Fp32Checkpoints
 from ampkit.amp.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 from ampkit.half_precision.boundary import Boundary, device_type_of, put_boundary
-from ampkit.half_precision.half import BATCH_NORMS, HalfPlan
+from ampkit.half_precision.half import BATCH_NORMS, Buffers, HalfPlan
 from ampkit.half_precision.master_weights import MasterWeights, load_masters_, refuse_other_masters
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import autocast_device_type, named_policy
@@ -51,13 +51,14 @@ class Overrides(TypedDict, total=False):
         verbosity: 0 prints nothing; 1, the default, prints skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
         policy: the operator rules of O1's region; "torch" and "default" are names of two.
+        buffers: which buffers to convert at O2 and O3, as of `half`: "exact" (default), "all" (as Apex), or "none".
         cast_model_type: Apex's name for `dtype` at O2 and O3, and at O0, where a 16-bit type converts the model too.
             With float32 the model keeps its weights and its inputs are cast to float32; with False neither is cast.
         patch_torch_functions: False leaves out O1's region; no function is patched.
     """
 
     dtype: torch.dtype | str | None
-    keep_batchnorm_fp32: bool | str | None
+    keep_batchnorm_fp32: bool | None
     master_weights: bool | None
     loss_scale: LossScale | float | str | None
     cast_model_outputs: torch.dtype | str | None
@@ -67,6 +68,7 @@ class Overrides(TypedDict, total=False):
     min_loss_scale: float | None
     max_loss_scale: float | None
     policy: Policy | str | None
+    buffers: Buffers | None
     cast_model_type: torch.dtype | str | bool | None
     patch_torch_functions: bool | None
 
@@ -151,7 +153,7 @@ def _set_up(
     for optimizer in optimizers if options.master_weights else ():
         refuse_other_masters(optimizer)
     keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
-    plans = [HalfPlan(model, options.dtype, keep) for model in models] if level.casts_model else []
+    plans = [HalfPlan(model, options.dtype, keep, options.buffers) for model in models if level.casts_model]
     for plan in plans:
         plan.require_fit()
     losses = range(options.num_losses if options.loss_scale is not None else 0)
@@ -172,9 +174,10 @@ def _set_up(
         elif level.casts_model and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # casts its state to the parameters' dtype
     region = options.dtype if level.has_region else None
-    for model in models:
-        put_boundary(model, Boundary(options.inputs, options.cast_model_outputs, region, policy))
-        if level.casts_model:
+    boundary = Boundary(options.inputs, options.cast_model_outputs, region, policy)
+    for index, model in enumerate(models):
+        put_boundary(model, boundary._replace(note=plans[index].note()) if plans else boundary)
+        if plans:
             Fp32Checkpoints(all_masters).attach(model)
 
 
