@@ -70,10 +70,10 @@ def half(
             path patterns of `Policy.for_modules` ("blocks.*.norm"); a ModuleList or ModuleDict stands for the modules
             in it. `ampkit.half_precision.half.NORMS` has all normalization classes.
         cast_outputs: a dtype, or its name, for floating-point outputs; None leaves them in `dtype`.
-        buffers: which floating-point buffers to convert. "exact": masks, and buffers of two or more values that `dtype`
-            holds exactly; others, such as rotary frequencies and counters, keep their dtype. "all": all of them.
-            "none": none. Statistics of a norm always follow its weights. Elements too large for `dtype` become its
-            largest finite value.
+        buffers: the floating-point buffers to convert. "exact": masks, and buffers whose values `dtype` holds exactly;
+            others, such as rotary frequencies, keep their dtype, and so do zeros and ones, which may be counters.
+            "all": all of them. "none": none. Statistics of a norm always follow its weights. Elements too large for
+            `dtype` become its largest finite value.
         in_place: convert `model` itself rather than a copy.
         in_region: run forward in an `ampkit.autocast` region of `dtype`, which casts float32 tensors that meet 16-bit
             weights, and computes softmax and losses in float32.
@@ -127,7 +127,7 @@ class HalfPlan:
         kept: each module in float32, with its path; `outermost` are those of them that get casts.
         unfit: parameters to convert that `dtype` cannot hold, by name, each with its largest magnitude.
         unchanged: buffers of converted modules that are not converted, by name.
-        rounded: names of buffers to convert that "exact" would not convert.
+        rounded: names of buffers to convert whose values `dtype` changes, masks excepted.
     """
 
     def __init__(self, model: Module, dtype: torch.dtype, keep: tuple[Any, ...], buffers: str = "exact") -> None:
@@ -180,10 +180,11 @@ class HalfPlan:
             is_norm = bool({BatchNorm, InstanceNorm} & {*classes_of(module)})
             for name, buffer in module.named_buffers(prefix=path, recurse=False):
                 if buffer.dtype in REAL_FLOATS and buffer.dtype is not self.dtype:
-                    follows = _follows(buffer, self.dtype)
-                    if not is_norm and (buffers == "none" or (buffers == "exact" and not follows)):
+                    fits = _holds(self.dtype, buffer)
+                    follows = buffers == "exact" and fits and not _may_count(buffer)
+                    if not (is_norm or buffers == "all" or follows):
                         self.unchanged[name] = buffer
-                    elif not follows:
+                    elif not fits:
                         self.rounded.append(name)
 
     def require_fit(self) -> None:
@@ -201,7 +202,7 @@ class HalfPlan:
         if not names:
             return ""
         return (
-            f"ampkit: these buffers were not converted to {self.dtype}, which would change their values: "
+            f"ampkit left these buffers in their dtype, because {self.dtype} may change their values: "
             f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}; cast the result where one of them meets "
             "16-bit tensors, or convert with buffers='all'"
         )
@@ -244,18 +245,18 @@ def _matches(key: Any, module: Module, path: str) -> bool:
     return module is key
 
 
-def _follows(buffer: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a buffer holds two or more values, all of which `dtype` holds exactly, or is a mask.
-
-    A buffer of one value may be a counter or an average before training. A mask may hold one large negative value that
-    `dtype` rounds.
-    """
-    values: Tensor = getattr(buffer, "_local_tensor", buffer).detach().flatten()  # a DTensor's shard
-    if values.is_meta or not values.numel():
-        return not values.is_meta
+def _holds(dtype: torch.dtype, buffer: Tensor) -> bool:
+    """Return whether `dtype` holds every value of a buffer exactly, but for one large negative value, as in a mask."""
+    values: Tensor = getattr(buffer, "_local_tensor", buffer).detach()  # a DTensor's shard
+    if values.is_meta:
+        return False
     inexact = values[(values.to(dtype) != values) & ~values.isnan()]
-    is_mask = not inexact.numel() or bool((inexact == inexact[0]).all() & (inexact[0] <= _MASKED))
-    return is_mask and bool((values != values[0]).any())
+    return not inexact.numel() or bool((inexact == inexact[0]).all() & (inexact[0] <= _MASKED))
+
+
+def _may_count(buffer: Tensor) -> bool:
+    """Return whether a buffer holds zeros only or ones only, as counters and averages do before training."""
+    return bool(buffer.numel()) and bool((buffer == 0).all() | (buffer == 1).all())
 
 
 def _scripted_message(path: str, module: Any) -> str:

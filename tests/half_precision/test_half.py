@@ -168,7 +168,9 @@ BUFFERS: dict[str, tuple[Tensor, bool]] = {  # whether 16 bits hold the values, 
     "empty": (torch.ones(0), True),
     "double": (torch.ones(2, 2, dtype=torch.float64).tril(), True),
     "counter": (torch.zeros(3), False),
-    "one value": (torch.tensor(0.5), False),
+    "average": (torch.ones(2, 2), False),
+    "one value": (torch.tensor([0.5, 0.5]), True),
+    "one inexact value": (torch.tensor(0.1), False),
     "mean": (torch.tensor([0.485, 0.456, 0.406]), False),
     "large": (torch.tensor([0.0, 70001.0]), False),
     "two large": (torch.tensor([0.0, -20001.0, -30001.0]), False),
@@ -217,7 +219,7 @@ def test_an_error_of_mixed_dtypes_names_the_buffers_that_were_not_converted() ->
     with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
         half(model, torch.bfloat16)(x)
     (note,) = caught.value.__notes__
-    assert "these buffers were not converted to torch.bfloat16, which would change their values: mean" in note
+    assert "because torch.bfloat16 may change their values: mean (torch.float32); cast the result" in note
     for working in (half(model, torch.bfloat16, buffers="all"), half(model, torch.bfloat16, in_region=True)):
         torch.testing.assert_close(working(x).float(), model(x), rtol=0.02, atol=0.02)
     with pytest.raises(RuntimeError, match="must have the same dtype") as caught:

@@ -190,7 +190,7 @@ def test_what_cannot_be_put_around_a_scripted_module() -> None:
             refused(part)
 
 
-def test_check_half_measures_scripted_modules_and_proposes_those_around_them() -> None:
+def test_check_half_proposes_modules_around_scripted_ones() -> None:
     class Outer(nn.Module):
         def __init__(self, part: Any) -> None:
             super().__init__()
@@ -200,10 +200,8 @@ def test_check_half_measures_scripted_modules_and_proposes_those_around_them() -
             return self.down(self.parts[0](x))
 
     report = check_half(nn.Sequential(Outer(torch.jit.script(Scale(1e5))), nn.Linear(4, 4)), torch.ones(2, 4))
-    assert [row.path for row in report.modules] == ["0.parts.0", "0.down", "0", "1", ""]
-    assert report.too_large == ["0.parts.0"]
+    assert [row.path for row in report.modules] == ["0.down", "0", "1", ""]
     assert report.keep == ["0"]
-    assert report.kept_error < 1e-3
 
 
 class Scale(nn.Module):
