@@ -19,7 +19,6 @@ from torch.nn import Module
 from ampkit.containers import map_tensors
 from ampkit.dtypes import REAL_FLOATS, dtype_name, short
 from ampkit.half_precision.half import BATCH_NORMS, Buffers, HalfPlan, Keep, checked_dtypes, half, kept_keys
-from ampkit.policy.module_paths import is_scripted
 from ampkit.text_tables import table
 
 __all__ = ["HalfModule", "HalfReport", "check_half"]
@@ -50,7 +49,7 @@ class HalfReport:
     Attributes:
         dtype: the 16-bit type.
         error: the relative L2 error of the model's output in half; inf if it is inf or NaN where float32's is finite.
-        modules: a row for each module that ran; modules of TorchScript have none.
+        modules: a row for each module that ran.
         unfit: names of parameters that `dtype` cannot hold; the modules that own them ran in float32.
         rounded: names of converted buffers whose values `dtype` changes, masks excepted.
         too_large: paths of modules whose outputs `dtype` cannot hold.
@@ -164,7 +163,7 @@ def _run(model: Module, sample: Any) -> tuple[list[Tensor], dict[str, _Calls]]:
         of_module.inputs += [tensor.clone() for tensor in _floats((args, kwargs))]
         of_module.outputs += [tensor.clone() for tensor in _floats(output)]
 
-    paths = {module: path for path, module in model.named_modules() if not is_scripted(module)}
+    paths = {module: path for path, module in model.named_modules()}
     args, kwargs = ((), sample) if isinstance(sample, Mapping) else (sample, {})
     args = args if isinstance(args, tuple | list) else (args,)
     args, kwargs = copy.deepcopy((args, kwargs))  # forward may write to it

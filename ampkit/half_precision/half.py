@@ -19,7 +19,7 @@ from torch.nn import Module
 from ampkit.containers import cast
 from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype, short
 from ampkit.half_precision.boundary import Boundary, put_boundary, refuse_bounded, refuse_patched
-from ampkit.policy.module_paths import classes_of, is_container, is_scripted, was_named
+from ampkit.policy.module_paths import is_container, is_scripted
 from ampkit.policy.module_rules import matches
 from ampkit.torch_internals.modules import BatchNorm, InstanceNorm
 
@@ -83,10 +83,10 @@ def half(
 
     Raises:
         TypeError: `model` is not a module, or a `keep_fp32` entry is of another type.
-        ValueError: another dtype or `buffers`; a pattern that names no module; a scripted module to keep, or a batch
-            norm in one; a parameter that does not fit `dtype`, or is tied between a kept module and another.
-        RuntimeError: the model is converted already or scripted, or the forward of a converted or kept module was
-            replaced on the instance. Nothing has been changed when it raises.
+        ValueError: another dtype or `buffers`; a pattern that names no module; a parameter that does not fit `dtype`,
+            or is tied between a kept module and another.
+        RuntimeError: the model is converted already, a module is scripted, or the forward of a converted or kept
+            module was replaced on the instance. Nothing has been changed when it raises.
 
     >>> model = half(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.bfloat16)
     >>> model(torch.ones(2, 4)).dtype, model[1].running_var.dtype
@@ -96,11 +96,7 @@ def half(
     keep = kept_keys(keep_fp32)
     if not in_place:
         memo: dict[int, Any] = {}
-        require_grad = [param.requires_grad for _, param in model.named_parameters(remove_duplicate=False)]
-        with torch.no_grad():  # else parameters of a scripted module's copy are not leaves
-            model = copy.deepcopy(model, memo)
-        for (_, param), requires_grad in zip(model.named_parameters(remove_duplicate=False), require_grad, strict=True):
-            param.requires_grad_(requires_grad)
+        model = copy.deepcopy(model, memo)
         keep = tuple(memo.get(id(key), key) for key in keep)  # the copy's modules
     plan = HalfPlan(model, dtype, keep, buffers)
     plan.require_fit()
@@ -138,12 +134,15 @@ class HalfPlan:
         self.outermost: list[Module] = []
         used: set[int] = set()
         for path, module in model.named_modules():
+            if is_scripted(module):
+                raise RuntimeError(
+                    f"module {path} is scripted or traced: TorchScript computes in the dtypes that it recorded; "
+                    "convert the model before torch.jit.script"
+                )
             matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
             used.update(matching)
             for called_path, called in _called_modules(path, module) if matching else ():
                 if called not in self.kept:
-                    if is_scripted(called):
-                        raise ValueError(_scripted_message(called_path, called))
                     refuse_patched(called)
                     self.outermost.append(called)
                     self.kept.update((inner, name) for name, inner in called.named_modules(prefix=called_path))
@@ -177,7 +176,7 @@ class HalfPlan:
     def _choose_buffers(self, buffers: str) -> None:
         """Fill `unchanged` and `rounded`."""
         for module, path in self.converted.items():
-            is_norm = bool({BatchNorm, InstanceNorm} & {*classes_of(module)})
+            is_norm = isinstance(module, BatchNorm | InstanceNorm)
             for name, buffer in module.named_buffers(prefix=path, recurse=False):
                 if buffer.dtype in REAL_FLOATS and buffer.dtype is not self.dtype:
                     fits = _holds(self.dtype, buffer)
@@ -241,7 +240,7 @@ def _matches(key: Any, module: Module, path: str) -> bool:
     if isinstance(key, str):
         return matches(key, path)
     if isinstance(key, type):
-        return key in classes_of(module) or was_named(module, key.__name__)
+        return isinstance(module, key)
     return module is key
 
 
@@ -257,14 +256,6 @@ def _holds(dtype: torch.dtype, buffer: Tensor) -> bool:
 def _may_count(buffer: Tensor) -> bool:
     """Return whether a buffer holds zeros only or ones only, as counters and averages do before training."""
     return bool(buffer.numel()) and bool((buffer == 0).all() | (buffer == 1).all())
-
-
-def _scripted_message(path: str, module: Any) -> str:
-    return (
-        f"keep_fp32 names {path!r}, a {module.original_name} that TorchScript runs; nothing can be cast around it. "
-        "Convert the model before torch.jit.script, or keep a module around it, or leave it out of "
-        "keep_fp32 (of amp.initialize, keep_batchnorm_fp32=False)"
-    )
 
 
 def _overflowing_magnitude(param: Tensor, dtype: torch.dtype) -> float | None:

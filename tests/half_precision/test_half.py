@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ampkit.amp import initialize
 from ampkit.containers import cast_tree
+from ampkit.half_precision.check_half import check_half
 from ampkit.half_precision.half import half
 from tests.helpers.half_models import both_dtypes
 
@@ -303,6 +304,22 @@ def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> Non
     assert half(model, torch.bfloat16, in_place=True) is model
     assert [*map(id, params)] == [*map(id, model.parameters())]
     assert params[0].dtype is torch.bfloat16
+
+
+def test_models_with_modules_of_torchscript_are_refused() -> None:
+    model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(3, 3))), nn.Linear(3, 3))
+    for convert in (half, initialize_o2, lambda model: check_half(model, torch.ones(2, 3))):
+        with pytest.raises(
+            RuntimeError, match=r"module 0\.0 is scripted or traced.*convert the model before torch\.jit"
+        ):
+            convert(model)
+        with pytest.raises(RuntimeError, match="this module is scripted or traced: TorchScript runs its forward"):
+            convert(torch.jit.script(nn.Linear(3, 3)))
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def initialize_o2(model: nn.Module) -> None:
+    initialize(model, opt_level="O2")
 
 
 def test_what_half_refuses() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import Policy, autocast, check_half, half, record_casts, wrap_forward
+from ampkit import Policy, autocast, half, record_casts, wrap_forward
 from ampkit.debugging.snapshot import TrainingSnapshot
 from tests.helpers.regions import BF16, FP16, FP32
 
@@ -163,54 +163,12 @@ def test_what_a_model_wants_in_float32() -> None:
     assert PLAIN.keep_in_fp32(whole, "fp16").check().rules[0].modules == ("part",)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_half_converts_scripted_modules_and_refuses_to_keep_them(in_place: bool) -> None:
-    converted = half(model(), BF16, in_place=in_place)
-    assert converted(torch.ones(2, 4)).dtype is BF16
-    for param in converted.parameters():
-        assert (param.dtype, param.is_leaf, param.requires_grad) == (BF16, True, True)
-    for keep in ("part", "part.norm", nn.LayerNorm, Part):
-        before = model()
-        with pytest.raises(ValueError, match=r"keep_fp32 names 'part[.norm]*', a \w+ that TorchScript runs"):
-            half(before, keep_fp32=[keep], in_place=in_place)
-        assert {param.dtype for param in before.parameters()} == {FP32}
-    norms = Model(torch.jit.script(nn.Sequential(nn.BatchNorm1d(4))))
-    with pytest.raises(ValueError, match=r"names 'part\.0', a BatchNorm1d that TorchScript runs"):
-        half(norms)
-    inside = half(nn.Sequential(nn.Sequential(norms)), keep_fp32=["0"], in_place=in_place)
-    assert {param.dtype for param in inside.parameters()} == {FP32}
-    assert dict(half(norms, keep_fp32=()).named_buffers())["part.0.running_mean"].dtype is FP16
-
-
 def test_what_cannot_be_put_around_a_scripted_module() -> None:
     part = torch.jit.script(Part())
     part(torch.ones(2, 4))
-    for refused in (half, lambda part: wrap_forward(part, "cpu"), lambda part: check_half(part, torch.ones(2, 4))):
+    for refused in (half, lambda part: wrap_forward(part, "cpu")):
         with pytest.raises(RuntimeError, match="this module is scripted or traced: TorchScript runs its forward"):
             refused(part)
-
-
-def test_check_half_proposes_modules_around_scripted_ones() -> None:
-    class Outer(nn.Module):
-        def __init__(self, part: Any) -> None:
-            super().__init__()
-            self.parts, self.down = nn.ModuleList([part]), Scale(1e-3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.parts[0](x))
-
-    report = check_half(nn.Sequential(Outer(torch.jit.script(Scale(1e5))), nn.Linear(4, 4)), torch.ones(2, 4))
-    assert [row.path for row in report.modules] == ["0.down", "0", "1", ""]
-    assert report.keep == ["0"]
-
-
-class Scale(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
 
 
 def test_a_snapshot_puts_buffers_of_scripted_modules_back() -> None:
