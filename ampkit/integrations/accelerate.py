@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from ampkit.engine.weight_cache import WeightCache
 from ampkit.integrations._precision_plugin import checked_scaler
+from ampkit.integrations.keep_in_fp32 import keep_in_fp32
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast as region_type
@@ -40,7 +41,7 @@ def use_ampkit(
     Its `AutocastKwargs` and `GradScalerKwargs` apply. `mixed_precision="fp16"` also trains on a CPU, where Accelerate
     itself does not; with "no", for a float32 baseline, the accelerator is unchanged. `optimizer_step_was_skipped` also
     sees steps that fused optimizers and `ampkit.optim` skip on the device; reading it then synchronizes. Modules that a
-    model declares to be kept in float32 are kept (`Policy.keep_in_fp32`), except under FSDP and torch's own policy.
+    model declares to be kept in float32 are kept (`keep_in_fp32`), except under FSDP and torch's own policy.
 
     Args:
         accelerator: an accelerator that has prepared nothing yet.
@@ -122,7 +123,7 @@ class _Methods(Accelerator):
         # FSDP casts the weights of every module itself.
         if base_policy.base == "torch" or self.distributed_type == DistributedType.FSDP:
             return policy
-        keeping = base_policy.keep_in_fp32(model, self._ampkit_dtype)
+        keeping = keep_in_fp32(base_policy, model, self._ampkit_dtype)
         return policy if keeping is base_policy else keeping
 
     @contextmanager

@@ -149,20 +149,6 @@ def test_records_and_reports(make: Any) -> None:
     )
 
 
-def test_what_a_model_wants_in_float32() -> None:
-    plain = model()
-    assert PLAIN.keep_in_fp32(plain, "fp16") is PLAIN
-    wanting: Any = model()
-    wanting._keep_in_fp32_modules = ["norm"]
-    with pytest.warns(UserWarning, match=r"asks for part\.norm\.bias, part\.norm\.weight in float32, in the"):
-        assert PLAIN.keep_in_fp32(wanting, "fp16") is PLAIN
-    policy = PLAIN.for_modules(wanting, {"part": FP32})
-    assert policy.keep_in_fp32(wanting, "fp16") is policy
-    whole: Any = model()
-    whole._keep_in_fp32_modules = ["part"]
-    assert PLAIN.keep_in_fp32(whole, "fp16").check().rules[0].modules == ("part",)
-
-
 def test_what_cannot_be_put_around_a_scripted_module() -> None:
     part = torch.jit.script(Part())
     part(torch.ones(2, 4))
