@@ -1,4 +1,4 @@
-"""`ampkit doctor`: what this machine can run, how fast, the implementations used, and whether they are right.
+"""`ampkit doctor`: formats that this machine can run, how fast, the implementations used, and whether they are right.
 
 Prints versions, whether autocast works with this torch, and for each device the time of a matrix product and of a
 convolution in each format with advice on which one to train in, and the implementation that `impl="auto"` selects. Then

@@ -1,7 +1,7 @@
 """What O0 to O3 mean, which of their properties may be overridden, and which models and optimizers they accept.
 
-Data and checks, without side effects; `amp.initialize` carries a level out. Levels and properties are Apex's. Where the
-16-bit type is bfloat16, which has float32's range, the loss scale defaults to 1.
+Data and checks, without side effects; `amp.initialize` carries a level out. Levels and properties are Apex's. For
+bfloat16, which has float32's range, the loss scale defaults to 1.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LevelOptions(NamedTuple):
     """A level with its overrides resolved.
 
     `dtype` is the 16-bit type of the region or the model. `inputs` is the dtype that the model's inputs are cast to;
-    None: no cast. `loss_scale` is None where there is no scaler.
+    None: no cast. `loss_scale` is None for no scaler.
     """
 
     level: Level
@@ -207,7 +207,7 @@ def bare_optimizers(optimizers: Any) -> list[Optimizer]:
 
 
 def check_model(model: Module, *, casts_model: bool) -> None:
-    """Refuse a model that is wrapped, converted or not float32, or sharded where the level would convert it."""
+    """Refuse a model that is wrapped, converted or not float32, or sharded if the level would convert it."""
     name = type(model).__name__
     if isinstance(model, _WRAPPERS) or name == "FullyShardedDataParallel":
         raise RuntimeError(
@@ -236,7 +236,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
 def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, is_scaled: bool) -> None:
     """Refuse an optimizer that has master weights, or that holds no parameter of the models.
 
-    Where losses are scaled, refuse a parameter of two optimizers: both would unscale its gradient.
+    If losses are scaled, refuse a parameter of two optimizers: both would unscale its gradient.
     """
     names = {id(param): name for model in models for name, param in model.named_parameters()}
     owners: dict[int, Optimizer] = {}

@@ -31,7 +31,7 @@ class HalfModule(NamedTuple):
         path: the module's path in the model.
         largest: the largest finite magnitude of its outputs in float32.
         input_error: the relative L2 error of its inputs in half; NaN if the module did not run in half.
-        error: the relative L2 error of its outputs in half, inf if they are inf or NaN where float32's are finite.
+        error: the relative L2 error of its outputs in half, inf if float32's are finite and they are not.
         overflows: the number of output elements that are inf or NaN in half but not in float32.
     """
 
@@ -48,7 +48,7 @@ class HalfReport:
 
     Attributes:
         dtype: the 16-bit type.
-        error: the relative L2 error of the model's output in half; inf if it is inf or NaN where float32's is finite.
+        error: the relative L2 error of the model's output in half; inf if float32's is finite and it is not.
         modules: a row for each module that ran.
         unfit: names of parameters that `dtype` cannot hold; the modules that own them ran in float32.
         rounded: names of converted buffers whose values `dtype` changes, masks excepted.
@@ -106,8 +106,8 @@ def check_half(
         dtype, keep_fp32, buffers, in_region: as of `half`.
 
     Returns:
-        A `HalfReport`; print it. Where "error out" is much larger than "error in", or than the "error out" of the
-        modules before, the module or operators between them lose digits.
+        A `HalfReport`; print it. If "error out" is much larger than "error in", the module loses digits. If "error in"
+        is much larger than "error out" of the modules before, operators between them do.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `half`, except that parameters which do not fit are reported.

@@ -31,7 +31,7 @@ Buffers = Literal["exact", "all", "none"]
 
 BATCH_NORMS: tuple[type[Module], ...] = (BatchNorm,)
 """Normalization with running statistics: a variance above 65504 does not fit float16. Its kernels take 16-bit inputs
-beside float32 weights, so that keeping it in float32 needs no casts of inputs."""
+with float32 weights, so that keeping it in float32 needs no casts of inputs."""
 
 NORMS: tuple[type[Module], ...] = (
     BatchNorm,
@@ -214,7 +214,7 @@ class HalfPlan:
         for module in self.kept:
             module._apply(lambda tensor: cast(tensor, torch.float32), recurse=False)
         for module in self.outermost:
-            # The kernels of batch norms take 16-bit inputs beside float32 weights.
+            # The kernels of batch norms take 16-bit inputs with float32 weights.
             inputs = None if isinstance(module, BatchNorm) else torch.float32
             put_boundary(module, Boundary(inputs, self.dtype, torch.float32, is_inner=True))
 

@@ -1,4 +1,4 @@
-"""MasterWeights: float32 copies of a 16-bit model's parameters, which the optimizer steps in their place.
+"""MasterWeights: float32 copies of a 16-bit model's parameters, which the optimizer steps instead.
 
 The neighbors of 1 are 2**-10 away in float16 and 2**-7 in bfloat16; adding an update below half of that changes
 nothing. So the optimizer steps float32 masters, and the model gets them rounded (Micikevicius et al., "Mixed Precision
@@ -115,7 +115,7 @@ class MasterWeights:
 
         Args:
             inv_scale: the factor, a float32 tensor of one element; None means 1.
-            found_inf: float32 flags of one element by device, set to 1 where a product is not finite. Flags of missing
+            found_inf: float32 flags of one element by device, set to 1 if a product is not finite. Flags of missing
                 devices are added. None: flags are not returned.
 
         Raises:
@@ -166,7 +166,7 @@ class MasterWeights:
         return {"masters": [master.detach() for master in self._in_groups()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, and write the model's 16-bit parameters from it.
+        """Load a result of `state_dict`, and write the model's 16-bit parameters from it.
 
         Args:
             state_dict: {"masters": tensors}, one for each master in the order of the parameter groups, of any dtype.
@@ -179,7 +179,7 @@ class MasterWeights:
         load_masters_(self, saved_masters(self, state_dict))
 
     def _in_groups(self) -> list[Tensor]:
-        """The masters in the order of the parameter groups."""
+        """Return the masters in the order of the parameter groups."""
         masters = {id(pair.master) for pair in self._pairs.values()}
         return [param for group in self.optimizer.param_groups for param in group["params"] if id(param) in masters]
 
@@ -205,7 +205,7 @@ class MasterWeights:
                 if id(param) in self._pairs:
                     raise RuntimeError(
                         f"a 16-bit parameter of shape {tuple(param.shape)} was given to the optimizer a second time, "
-                        f"beside its master; remove it from the parameter group that was added"
+                        f"in addition to its master; remove it from the parameter group that was added"
                     )
                 master = Parameter(param.detach().to(torch.float32))
                 params[index] = master
@@ -234,7 +234,7 @@ class MasterWeights:
 
 
 def saved_masters(masters: MasterWeights, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Each master with its saved value; raises as `MasterWeights.load_state_dict`, and loads nothing."""
+    """Return each master with its saved value; raise as `MasterWeights.load_state_dict`, and load nothing."""
     if "masters" not in state_dict:
         raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
     masters._adopt()
@@ -262,7 +262,7 @@ def load_masters_(masters: MasterWeights, values: Sequence[tuple[Tensor, Tensor]
 def _scalars(
     device: torch.device, inv_scale: Tensor | None, flags: dict[torch.device, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The factor and the flag of a device; a missing flag is added to `flags`."""
+    """Return the factor and the flag of a device; add a missing flag to `flags`."""
     factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else moved(inv_scale, device)
     if device not in flags:
         flags[device] = torch.zeros((), dtype=torch.float32, device=device)

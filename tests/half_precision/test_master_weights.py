@@ -123,7 +123,7 @@ def test_groups_that_join_later_and_thawed_parameters_get_masters() -> None:
     assert torch.equal(extra.weight, master.bfloat16())
     assert optimizer.state[master]["exp_avg"].dtype is torch.float32
     optimizer.add_param_group({"params": [extra.weight]})
-    with pytest.raises(RuntimeError, match=r"of shape \(10, 10\) was given to the optimizer a second time, beside"):
+    with pytest.raises(RuntimeError, match=r"of shape \(10, 10\) was given to the optimizer a second time, in"):
         optimizer.step()
 
 
