@@ -9,11 +9,11 @@ import torch
 
 import ampkit
 
-# Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
+# Name of the command -> (module with `main(argv) -> int | None`, its purpose). Imported when chosen.
 COMMANDS = {
     "debug": ("ampkit.debugging.cli", "find the operator, module and line of a script that goes wrong"),
-    "doctor": ("ampkit.doctor", "report what this machine can run, and what is missing"),
-    "explain": ("ampkit.explain", "report what autocast does with an operator, and why"),
+    "doctor": ("ampkit.doctor", "report the dtypes that this machine supports, their speed, and wrong results"),
+    "explain": ("ampkit.explain", "report the rule of an operator under autocast, and why"),
 }
 
 

@@ -50,7 +50,7 @@ def map_tensors(
 
 
 def _mapped(tree: Any, function: Callable[[Tensor], Tensor], other_leaf: Callable[[Any], Any]) -> tuple[Any, bool]:
-    """The mapped tree, and whether it differs from `tree`: Dynamo of torch 2.11 cannot compare lists by identity."""
+    """Return the mapped tree, and whether it differs: Dynamo of torch 2.11 cannot compare lists by identity."""
     if isinstance(tree, Tensor):
         tensor = function(tree)
         return tensor, tensor is not tree
@@ -79,7 +79,7 @@ def _mapped(tree: Any, function: Callable[[Tensor], Tensor], other_leaf: Callabl
 
 
 def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type with some values replaced; a plain dict if it cannot be copied or written."""
+    """Return a mapping of the same type with some values replaced; a plain dict if it cannot be copied or written."""
     if type(mapping) is dict:  # Dynamo cannot trace `copy.copy`
         return {**mapping, **changed}
     try:
@@ -92,7 +92,7 @@ def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[
 
 
 def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
-    """A copy of a dataclass, frozen or not, with some fields replaced; `__post_init__` does not run again."""
+    """Return a copy of a dataclass, frozen or not, with some fields replaced; `__post_init__` does not run again."""
     copied = copy.copy(value)
     for name, item in changed.items():
         object.__setattr__(copied, name, item)

@@ -1,18 +1,22 @@
-"""`ampkit doctor`: what this machine can run, how fast, the implementations used, and whether they are right.
+"""`ampkit doctor`: formats that this machine can run, how fast, the implementations used, and whether they are right.
 
 Prints versions, whether autocast works with this torch, and for each device the time of a matrix product and of a
-convolution in each dtype with advice on which one to train in, and the implementation that `impl="auto"` selects; then
-takes a few steps with it on small tensors and compares them with float64. `--json` prints the same for programs. The
-exit code is 1 if torch is too old, autocast does not work, or a step gives a wrong result, else 0.
+convolution in each format with advice on which one to train in, and the implementation that `impl="auto"` selects. Then
+it compares 16-bit products with float32 ones, and a few steps on small tensors with float64. `--json` prints the same
+for programs. The exit code is 1 if torch is too old, autocast does not work, or a result is wrong, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,14 +26,45 @@ from torch.optim import Optimizer
 
 import ampkit
 import ampkit_kernels as kernels
-from ampkit import dtype_times
 from ampkit.dispatch import self_check
-from ampkit.dtypes import dtype_name
 from ampkit.matmul.float8_matmul import lacks_float8
 from ampkit.text_tables import table
 from ampkit.torch_private import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
 Comparison = tuple[Tensor, Tensor, float]  # the result, the expected result, and the allowed absolute difference
+
+FORMATS = {"float32": torch.float32, "TF32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Instructions that multiply in a 16-bit type, by their names in `torch.cpu.get_capabilities`.
+CPU_INSTRUCTIONS = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "avx10_2", "fp16_arith"),
+}
+# Compute capabilities from which an NVIDIA GPU multiplies in a format on its tensor cores.
+CUDA_CAPABILITIES = {"TF32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
+# Turing GPUs without tensor cores, whose float16 convolutions give NaN in some shapes: pytorch issues 58123 and 77955
+# (GTX 16), 59515 (Quadro T2000). Ultralytics' check_amp refuses the same series.
+WRONG_FLOAT16 = re.compile(r"\bGTX 16\d0\b|\bT(400|500|550|600|1000|1200|2000)\b")
+FASTER = 0.9  # a 16-bit type is faster if it takes at most this share of float32's time
+AS_FAST = 1.1  # two 16-bit types are equally fast if one takes at most this multiple of the other's time
+
+
+@dataclass(frozen=True)
+class FormatTime:
+    """The milliseconds of a matrix product and a convolution in one format.
+
+    Attributes:
+        native: whether the device has instructions for it; otherwise they are emulated. None if that is unknown.
+        matmul_ms: least time of a matrix product.
+        convolution_ms: least time of a convolution.
+    """
+
+    native: bool | None
+    matmul_ms: float
+    convolution_ms: float
+
+    def times(self, other: FormatTime) -> float:
+        """Return this format's time as a multiple of another's, the geometric mean of product and convolution."""
+        return math.sqrt(self.matmul_ms / other.matmul_ms * self.convolution_ms / other.convolution_ms)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report() -> dict[str, Any]:
-    """What `--json` prints: numbers, strings, lists and None, which stands for no fault."""
+    """Return the contents of `--json`: numbers, strings, lists and None, which stands for no fault."""
     torch_report, device_reports = _torch(), [_device(device) for device in devices()]
     faults = [torch_report["autocast"], *(fault for found in device_reports for fault in found["checks"].values())]
     all_well = parsed(torch.__version__) >= OLDEST and not any(faults)
@@ -56,12 +91,13 @@ def report() -> dict[str, Any]:
 
 
 def devices() -> list[torch.device]:
-    """The CPU and every CUDA device."""
-    return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    """Return the CPU, every CUDA device, and the GPU of a Mac."""
+    cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [torch.device("cpu"), *cuda, *([torch.device("mps")] if torch.backends.mps.is_available() else [])]
 
 
 def _torch() -> dict[str, Any]:
-    """Versions, and whether autocast works. With a newer torch than was tested, the self-check decides."""
+    """Return versions, and whether autocast works. With a newer torch than was tested, the self-check decides."""
     version = parsed(torch.__version__)
     try:
         fault = self_check.fault()
@@ -72,40 +108,177 @@ def _torch() -> dict[str, Any]:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    """The device, its times in each dtype, the implementation of the kernel operations, and whether it is right."""
+    """Return the device, its times in each format, the kernels' implementation, and whether results are right."""
     missing_float8 = lacks_float8(device)  # the reason, if the device has no FP8
-    found: dict[str, Any] = {"device": str(device), "remarks": []}
+    found: dict[str, Any] = {"device": str(device), "name": platform.processor() or platform.machine(), "remarks": []}
     if device.type == "cpu":
-        found["name"] = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
+        found["name"] = torch.cpu.get_capabilities().get("cpu_name") or found["name"]
         found["kernels"] = "PyTorch: CPU tensors take PyTorch's own operators"
         found["float8"] = "emulated by PyTorch's CPU operators: for tests, not for speed"
     else:
-        major, minor = torch.cuda.get_device_capability(device)
-        found["name"] = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-        if torch.version.hip is None and major < 8:
-            emulated = "bfloat16 is only emulated here and very slow: train in float16 with a GradScaler"
-            found["remarks"].append(emulated)
         reason = kernels.why_not_triton(device)
         found["kernels"] = f"PyTorch: {reason}" if reason else "Triton, fused over lists of tensors"
         follows = f"none, FP8 rules follow LOWER: {missing_float8}"
         found["float8"] = follows if missing_float8 else "computed by the tensor cores"
-    found |= _dtypes(device)
+    found |= _times(device)
+    if device.type == "cuda":
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        found["name"] = f"{name}, compute capability {major}.{minor}"
+        found["remarks"] = list(_remarks((major, minor)))
+        if (major, minor) == (7, 5) and WRONG_FLOAT16.search(name):
+            found["advice"] = (
+                "train in float32: float16 convolutions are known to give NaN on this series "
+                "(github.com/pytorch/pytorch/issues/77955)"
+            )
     checks = {name: check for name, check in CHECKS.items() if check is not _float8 or not missing_float8}
     return found | {"checks": {name: _fault(check, device) for name, check in checks.items()}}
 
 
-def _dtypes(device: torch.device) -> dict[str, Any]:
-    """Times in each dtype, and advice; why there are none, if the measurement fails."""
+def _remarks(capability: tuple[int, int]) -> Iterator[str]:
+    """Yield the facts about a CUDA device that its times do not show."""
+    if torch.version.hip is not None:
+        return
+    if capability < CUDA_CAPABILITIES["bfloat16"]:
+        yield "bfloat16 is only emulated here and very slow"
+    else:
+        matmul, conv = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+        words = {True: "is allowed", False: "is off"}
+        yield (
+            f"TF32 {words[matmul == 'tf32']} in float32 matrix products and {words[conv == 'tf32']} in convolutions: "
+            f"torch.backends.cuda.matmul.fp32_precision is {matmul!r}, ...cudnn.conv.fp32_precision is {conv!r}"
+        )
+
+
+def _times(device: torch.device) -> dict[str, Any]:
+    """Return times in each format, and advice; the reason if the measurement fails."""
     try:
-        times = dtype_times.measure(device)
+        times = measure(device)
     except (RuntimeError, AssertionError) as error:  # too little memory, say; not a reason to distrust ampkit
         return {"dtypes": [], "advice": None, "not_timed": f"{type(error).__name__}: {error}"}
-    rows = [asdict(found) | {"dtype": dtype_name(found.dtype)} for found in times]
-    return {"dtypes": rows, "advice": dtype_times.advice(times), "not_timed": None}
+    rows = [{"dtype": name} | asdict(took) for name, took in times.items()]
+    return {"dtypes": rows, "advice": advice(times), "not_timed": None}
+
+
+# --- times
+
+
+def measure(device: torch.device, repeats: int = 9) -> dict[str, FormatTime]:
+    """Time a matrix product and a convolution in each format; waits for the device.
+
+    Args:
+        device: The device to measure.
+        repeats: Number of calls of each, taken in turns with the other formats; the least time counts.
+
+    Returns:
+        The times of "float32", "bfloat16" and "float16", and of "TF32" on GPUs that have it.
+    """
+    names = [name for name in FORMATS if name != "TF32" or (device.type == "cuda" and is_native(device, "TF32"))]
+    jobs = {name: _jobs(device, FORMATS[name]) for name in names}
+    times: dict[tuple[str, int], list[float]] = {}
+    for turn in range(repeats + 1):
+        for name, pair in jobs.items():
+            with _float32_computed_in("tf32" if name == "TF32" else "ieee"):
+                for index, job in enumerate(pair):
+                    milliseconds = _timed(job, device)
+                    if turn:  # the first call warms up
+                        times.setdefault((name, index), []).append(milliseconds)
+    return {name: FormatTime(is_native(device, name), min(times[name, 0]), min(times[name, 1])) for name in names}
+
+
+def is_native(device: torch.device, name: str) -> bool | None:
+    """Return whether a device has instructions that multiply in a format; None if that is unknown."""
+    if name == "float32":
+        return True
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(instruction, False) for instruction in CPU_INSTRUCTIONS[name])
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return name != "TF32"
+        return torch.cuda.get_device_capability(device) >= CUDA_CAPABILITIES[name]
+    return None
+
+
+def best_dtype(times: Mapping[str, FormatTime]) -> torch.dtype:
+    """Return the dtype to train in: the fastest, float32 unless a 16-bit type is faster, bfloat16 if both are alike."""
+    single, bfloat16, float16 = times["float32"], times["bfloat16"], times["float16"]
+    if min(bfloat16.times(single), float16.times(single)) > FASTER:
+        return torch.float32
+    return torch.bfloat16 if bfloat16.times(float16) <= AS_FAST else torch.float16
+
+
+def advice(times: Mapping[str, FormatTime]) -> str:
+    """Return one sentence on the dtype to train in, with the ratios that support it."""
+    single, bfloat16, float16 = times["float32"], times["bfloat16"], times["float16"]
+    best = best_dtype(times)
+    if best == torch.float32:
+        ratios = f"bfloat16 takes {_ratio(bfloat16, single)} its time, float16 {_ratio(float16, single)}"
+        return f"train in float32, no 16-bit dtype is faster here: {ratios}"
+    if best == torch.float16:
+        ratios = f"{_ratio(float16, single)} float32's time, and bfloat16 {_ratio(bfloat16, float16)} float16's"
+        return f"train in float16 with a GradScaler: it takes {ratios}"
+    if float16.times(bfloat16) <= AS_FAST:
+        other = "float16, with a GradScaler, is as fast"
+    else:
+        emulated = "is emulated and " if float16.native is False else ""
+        other = f"float16 {emulated}takes {_ratio(float16, bfloat16)} bfloat16's"
+    return f"train in bfloat16: it takes {_ratio(bfloat16, single)} float32's time; {other}"
+
+
+def _ratio(one: FormatTime, other: FormatTime) -> str:
+    ratio = one.times(other)
+    return f"{ratio:.2f} of" if ratio < 1 else f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+
+
+def _jobs(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Return a square matrix product and a 3x3 convolution of the same values in every dtype.
+
+    They are small on a CPU, where float16 may take 60 times as long. On a GPU the convolution has the shape for which
+    GTX 16 cards were seen to give NaN (github.com/huggingface/diffusers/issues/1556).
+    """
+    size, batch, channels, side = (256, 4, 32, 28) if device.type == "cpu" else (4096, 2, 640, 64)
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.float16).to(dtype)
+
+    a, b, images, weight = (
+        values(size, size),
+        values(size, size),
+        values(batch, channels, side, side),
+        values(channels, channels, 3, 3),
+    )
+    return lambda: a @ b, lambda: torch.nn.functional.conv2d(images, weight, padding=1)
+
+
+@contextmanager
+def _float32_computed_in(precision: str) -> Iterator[None]:
+    """Compute float32 matrix products and convolutions of CUDA in "tf32" or in "ieee"."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = precision
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+def _timed(job: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of one call, including the wait for the device."""
+    wait = (lambda: None) if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
+    wait()
+    start = time.perf_counter()
+    job()
+    wait()
+    return 1e3 * (time.perf_counter() - start)
+
+
+# --- the report as text
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    """The report as text."""
     torch_found = found["torch"]
     remark = ""
     if not torch_found["tested"]:
@@ -131,7 +304,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """The times of each dtype, a row each."""
+    """Return the times of each format, a row each."""
     if not rows:
         return []
     words = {True: "native", False: "emulated", None: "unknown"}
@@ -147,28 +320,42 @@ def _result(checked: str, fault: str | None) -> str:
     return f"  ok       {checked}" if fault is None else f"  FAIL     {checked}: {fault}"
 
 
+# --- checks
+
+
 def _fault(check: Callable[[torch.device], Comparison], device: torch.device) -> str | None:
     try:
         result, expected, allowed = check(device)
     except Exception as error:  # reported with the other checks
         return f"{type(error).__name__}: {error}"
-    difference = (result.double().cpu() - expected).abs().max().item()
-    return None if difference <= allowed else f"differs from float64 by {difference:.3g}, allowed {allowed:.3g}"
+    difference = (result.cpu().double() - expected.cpu().double()).abs().max().item()
+    return (
+        None
+        if difference <= allowed
+        else f"differs from the expected result by {difference:.3g}, allowed {allowed:.3g}"
+    )
+
+
+def _sixteen_bit(device: torch.device, index: int, name: str) -> Comparison:
+    """Compute a job of `_jobs` in a 16-bit format; expected: the same values in IEEE float32 on the same device."""
+    with _float32_computed_in("ieee"):
+        expected = _jobs(device, torch.float32)[index]()
+    return _jobs(device, FORMATS[name])[index](), expected, 0.02 * expected.abs().max().item()
 
 
 def _steps(device: torch.device, tested: Callable[..., Optimizer], exact: Callable[..., Optimizer]) -> Comparison:
-    """A step that is skipped, then two with scaled and clipped gradients; expected: those two in float64 on the CPU."""
+    """Take a skipped step, then two with scaled and clipped gradients; expected: those two in float64 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(n, generator=generator).to(device) for n in (1, 17, 5000)]
     params = [Parameter(grad.clone()) for grad in grads]
-    exact_params = [Parameter(grad.double().cpu()) for grad in grads]
+    exact_params = [Parameter(grad.cpu().double()) for grad in grads]
     optimizer, exact_optimizer = tested(params, lr=0.01), exact(exact_params, lr=0.01)
     scaler = ampkit.GradScaler(device)
     for overflow in (float("inf"), 0.0, 0.0):
         scaled_grads = [scaler.scale(grad) for grad in grads]
         scaled_grads[-1][4321] += overflow
         for param, exact_param, grad, scaled_grad in zip(params, exact_params, grads, scaled_grads, strict=True):
-            param.grad, exact_param.grad = scaled_grad, grad.double().cpu()
+            param.grad, exact_param.grad = scaled_grad, grad.cpu().double()
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
@@ -179,16 +366,20 @@ def _steps(device: torch.device, tested: Callable[..., Optimizer], exact: Callab
 
 
 def _float8(device: torch.device) -> Comparison:
-    """A linear layer by an FP8 rule; expected: float64 on the CPU."""
+    """Compute a linear layer by an FP8 rule; expected: float64 on the CPU."""
     x, w = (torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).to(device) for i in range(2))
     policy = ampkit.Policy.default(device.type).with_rules({"aten::linear": ampkit.Rule.FLOAT8_ROWWISE})
     with ampkit.autocast(device.type, torch.bfloat16, policy=policy):
         result = torch.nn.functional.linear(x, w)
-    expected = x.double().cpu() @ w.double().cpu().t()
+    expected = x.cpu().double() @ w.cpu().double().t()
     return result, expected, 0.1 * expected.abs().max().item()
 
 
 CHECKS: dict[str, Callable[[torch.device], Comparison]] = {
+    "bfloat16 matrix product": lambda device: _sixteen_bit(device, 0, "bfloat16"),
+    "float16 matrix product": lambda device: _sixteen_bit(device, 0, "float16"),
+    "bfloat16 convolution": lambda device: _sixteen_bit(device, 1, "bfloat16"),
+    "float16 convolution": lambda device: _sixteen_bit(device, 1, "float16"),
     "unscale, clip and skip": lambda device: _steps(device, torch.optim.SGD, torch.optim.SGD),
     "AdamW step": lambda device: _steps(device, ampkit.optim.AdamW, torch.optim.AdamW),
     "SGD step": lambda device: _steps(device, ampkit.optim.SGD, torch.optim.SGD),

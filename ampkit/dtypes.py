@@ -28,15 +28,15 @@ _repr.maxstring = _repr.maxother = 120
 
 
 def short(value: Any) -> str:
-    """The `repr` of a value on one line, shortened if it is long."""
+    """Return the `repr` of a value on one line, shortened if it is long."""
     return " ".join(_repr.repr(value).split())
 
 
 def as_dtype(value: Any) -> Any:
-    """The dtype of a name in `PRECISIONS`; any other value is returned unchanged, for the caller to check."""
+    """Return the dtype of a name in `PRECISIONS`, and any other value unchanged, for the caller to check."""
     return PRECISIONS.get(value, value) if isinstance(value, str) else value
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float16` for `torch.float16`."""
+    """Return `float16` for `torch.float16`."""
     return str(dtype).removeprefix("torch.")

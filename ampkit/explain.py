@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns the exit code: 2 for an unknown operator.
     """
     parser = argparse.ArgumentParser(
-        prog="ampkit explain", description="Print what autocast does with an operator; without OP, all rules."
+        prog="ampkit explain", description="Print an operator's rules under autocast; without OP, all rules."
     )
     parser.add_argument("op", metavar="OP", nargs="?", help='"softmax", "aten::softmax.int", "mylib::attention", ...')
     parser.add_argument("--device", metavar="TYPE", default="cuda", help="the device type (default: cuda)")
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _lines(policy: Policy, op: str | None) -> list[str]:
-    """A line for each overload that the name means and that has a rule; if none has, for each overload."""
+    """Return a line for each overload that the name means and that has a rule; if none has, for each overload."""
     explanations = [policy.explain(overload) for overload in (policy.rules() if op is None else named_by(op))]
     listed = [explanation for explanation in explanations if explanation.layer != "unlisted"]
     return sorted({str(explanation) for explanation in listed or explanations})

@@ -10,7 +10,7 @@ SHORTEST = 8  # characters that a shortened cell keeps, "..." among them
 
 
 def table(rows: Sequence[tuple[str, ...]], flush_right: Collection[str], width: int | None = None) -> list[str]:
-    """The lines of a table.
+    """Return the lines of a table.
 
     Args:
         rows: The cells. The first row is the header.
@@ -43,7 +43,7 @@ def table(rows: Sequence[tuple[str, ...]], flush_right: Collection[str], width: 
 
 
 def shortened(cell: str, width: int) -> str:
-    """The cell, or its beginning and end around "...": module paths and files differ at both."""
+    """Return the cell, or its beginning and end around "...": module paths and files differ at both."""
     if len(cell) <= width:
         return cell
     kept = width - 3
@@ -51,5 +51,5 @@ def shortened(cell: str, width: int) -> str:
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal that stdout writes to; None for a file or a pipe, where lines are not shortened."""
+    """Return the columns of the terminal that stdout writes to; None for a file or a pipe, to shorten no lines."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -18,7 +18,7 @@ _SITE_PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib",
 
 @functools.cache
 def is_library(filename: str) -> bool:
-    """Whether a file is part of torch, ampkit or Python's standard library.
+    """Return whether a file is part of torch, ampkit or Python's standard library.
 
     Every other file counts as user code, also of libraries such as transformers: a model is written there. einops only
     spells operators for its caller.

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import GradScaler, Policy, Rule, autocast, dtype_times
+from ampkit import GradScaler, Policy, Rule, autocast, doctor
+from ampkit.dtypes import dtype_name
 from ampkit.text_tables import table, terminal_width
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -269,10 +270,9 @@ def make_runs(task: Digits | Characters, device: torch.device, dtype: str, seed:
     return runs
 
 
-def sixteen_bit(times: list[dtype_times.DtypeTime]) -> str:
+def sixteen_bit(times: dict[str, doctor.FormatTime]) -> str:
     """bf16 or fp16, whichever the device computes faster; fp16 if they are alike, to show the loss scale at work."""
-    _, bfloat16, float16 = times
-    return "fp16" if float16.times(bfloat16) <= dtype_times.AS_FAST else "bf16"
+    return "fp16" if times["float16"].times(times["bfloat16"]) <= doctor.AS_FAST else "bf16"
 
 
 def float8_policy(device_type: str, model: nn.Module) -> Policy:
@@ -481,11 +481,11 @@ def main(argv: list[str] | None = None) -> int:
     }
     print(f"fp32, torch.amp and ampkit side by side on {device}: same seed, same batches, in turns.")
     try:
-        times = dtype_times.measure(device)
+        times = doctor.measure(device)
         dtype = options.dtype or sixteen_bit(times)
-        print(f"ampkit doctor, on this device: {dtype_times.advice(times)}.", flush=True)
-        emulated = [found.native is False for found in times if found.dtype == DTYPES[dtype]]
-        results["emulated"] = dtype if any(emulated) else None
+        print(f"ampkit doctor, on this device: {doctor.advice(times)}.", flush=True)
+        is_emulated = times[dtype_name(DTYPES[dtype])].native is False
+        results["emulated"] = dtype if is_emulated else None
         for name in names:
             task = TASKS[name](device)
             steps = options.steps or task.steps

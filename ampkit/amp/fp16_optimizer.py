@@ -1,6 +1,6 @@
 """FP16Optimizer: an optimizer wrapper with master weights and a loss scale, after Apex's FP16_Optimizer.
 
-For scripts that call `optimizer.backward(loss)` in place of `loss.backward()`, as NVIDIA's BERT scripts do.
+For scripts that call `optimizer.backward(loss)` instead of `loss.backward()`, as NVIDIA's BERT scripts do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FP16Optimizer(torch.optim.Optimizer):
 
     ::
 
-        model.half()
+        ampkit.half(model, in_place=True)  # unlike model.half(), keeps rotary frequencies and the like in float32
         optimizer = FP16Optimizer(torch.optim.AdamW(groups), static_loss_scale=args.loss_scale)  # 0: dynamic
         for batch in data:
             optimizer.zero_grad()
@@ -35,7 +35,7 @@ class FP16Optimizer(torch.optim.Optimizer):
             optimizer.clip_master_grads(1.0)
             optimizer.step()
 
-    Learning-rate schedulers and code that reads or writes `param_groups` can use it in place of the wrapped optimizer,
+    Learning-rate schedulers and code that reads or writes `param_groups` can use it instead of the wrapped optimizer,
     which must no longer be used directly.
 
     Args:
@@ -163,7 +163,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         """Step the masters and write the model's 16-bit weights, unless a gradient is not finite.
 
         Returns:
-            What the wrapped optimizer's `step` returns.
+            The result of the wrapped optimizer's `step`.
 
         Raises:
             RuntimeError: there was no backward since the last step, or its gradients are still scaled.
@@ -187,10 +187,10 @@ class FP16Optimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load what `state_dict` returned, and write the model's 16-bit parameters from the masters.
+        """Load a result of `state_dict`, and write the model's 16-bit parameters from the masters.
 
         Args:
-            state_dict: what `state_dict` returned.
+            state_dict: a result of `state_dict`.
 
         Raises:
             KeyError: missing entries.
@@ -208,7 +208,7 @@ class FP16Optimizer(torch.optim.Optimizer):
 
 
 def _dynamic(dynamic_loss_args: Mapping[str, Any]) -> DynamicLossScale:
-    """The strategy with Apex's defaults; the first scale is too large on purpose, and falls in the first steps."""
+    """Return the strategy with Apex's defaults; the first scale is too large on purpose, and falls at once."""
     fields: dict[str, Any] = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
     fields.update((_DYNAMIC_NAMES.get(name, name), value) for name, value in dynamic_loss_args.items())
     return DynamicLossScale(**fields)

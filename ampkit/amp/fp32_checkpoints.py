@@ -1,4 +1,4 @@
-"""State dicts of a 16-bit model in float32: its masters where there are any, else its weights cast to float32.
+"""State dicts of a 16-bit model in float32: its masters if it has any, otherwise its weights cast to float32.
 
 Such a state_dict loads into the original float32 model, and into the model at every level. Masters are saved and loaded
 without rounding.
@@ -34,7 +34,7 @@ class Fp32Checkpoints:
         model.register_load_state_dict_pre_hook(self.load)
 
     def master_of(self, param: Tensor) -> Tensor | None:
-        """The master of a parameter, if it has one."""
+        """Return the master of a parameter, or None."""
         for reference in self._masters:
             masters = reference()
             master = None if masters is None else masters.master_of(param)

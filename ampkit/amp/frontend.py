@@ -21,7 +21,7 @@ from ampkit.amp import levels
 from ampkit.amp.fp32_checkpoints import Fp32Checkpoints
 from ampkit.amp.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 from ampkit.half_precision.boundary import Boundary, device_type_of, put_boundary
-from ampkit.half_precision.half import BATCH_NORMS, HalfPlan
+from ampkit.half_precision.half import BATCH_NORMS, Buffers, HalfPlan
 from ampkit.half_precision.master_weights import MasterWeights, load_masters_, refuse_other_masters
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import autocast_device_type, named_policy
@@ -36,7 +36,7 @@ _BACKWARD = "backward inside `with amp.scale_loss(loss, optimizer) as scaled: sc
 
 
 class Overrides(TypedDict, total=False):
-    """The keyword arguments of `initialize`. None, where it is allowed, means the level's default.
+    """The keyword arguments of `initialize`. None, if it is allowed, means the level's default.
 
     Args:
         dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; by default autocast's on this device.
@@ -51,13 +51,14 @@ class Overrides(TypedDict, total=False):
         verbosity: 0 prints nothing; 1, the default, prints skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
         policy: the operator rules of O1's region; "torch" and "default" are names of two.
-        cast_model_type: Apex's name for `dtype` at O2 and O3, and at O0, where a 16-bit type converts the model too.
+        buffers: which buffers to convert at O2 and O3, as of `half`: "exact" (default), "all" (as Apex), or "none".
+        cast_model_type: Apex's name for `dtype` at O2 and O3; at O0 a 16-bit type converts the model too.
             With float32 the model keeps its weights and its inputs are cast to float32; with False neither is cast.
         patch_torch_functions: False leaves out O1's region; no function is patched.
     """
 
     dtype: torch.dtype | str | None
-    keep_batchnorm_fp32: bool | str | None
+    keep_batchnorm_fp32: bool | None
     master_weights: bool | None
     loss_scale: LossScale | float | str | None
     cast_model_outputs: torch.dtype | str | None
@@ -67,6 +68,7 @@ class Overrides(TypedDict, total=False):
     min_loss_scale: float | None
     max_loss_scale: float | None
     policy: Policy | str | None
+    buffers: Buffers | None
     cast_model_type: torch.dtype | str | bool | None
     patch_torch_functions: bool | None
 
@@ -151,7 +153,7 @@ def _set_up(
     for optimizer in optimizers if options.master_weights else ():
         refuse_other_masters(optimizer)
     keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
-    plans = [HalfPlan(model, options.dtype, keep) for model in models] if level.casts_model else []
+    plans = [HalfPlan(model, options.dtype, keep, options.buffers) for model in models if level.casts_model]
     for plan in plans:
         plan.require_fit()
     losses = range(options.num_losses if options.loss_scale is not None else 0)
@@ -172,9 +174,10 @@ def _set_up(
         elif level.casts_model and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # casts its state to the parameters' dtype
     region = options.dtype if level.has_region else None
-    for model in models:
-        put_boundary(model, Boundary(options.inputs, options.cast_model_outputs, region, policy))
-        if level.casts_model:
+    boundary = Boundary(options.inputs, options.cast_model_outputs, region, policy)
+    for index, model in enumerate(models):
+        put_boundary(model, boundary._replace(note=plans[index].note()) if plans else boundary)
+        if plans:
             Fp32Checkpoints(all_masters).attach(model)
 
 
@@ -208,7 +211,7 @@ def scale_loss(
             last backward before a step.
 
     Returns:
-        A context manager that gives the scaled loss in float32, or `loss` itself where nothing is scaled.
+        A context manager that gives the scaled loss in float32, or `loss` itself if nothing is scaled.
 
     Raises:
         RuntimeError: an optimizer that has not been through `initialize`, or gradients under another scale.
@@ -228,7 +231,7 @@ def scale_loss(
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Iterate over the parameters that the optimizer steps, for clipping and logging: masters where there are any.
+    """Iterate over the parameters that the optimizer steps, for clipping and logging: masters if there are any.
 
     Args:
         optimizer: an optimizer, initialized or not.
@@ -251,16 +254,16 @@ def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LossScaler, ...]:
         optimizer: an optimizer of the call of `initialize` that is meant; None if there was one call.
 
     Returns:
-        One scaler for each loss; none where nothing is scaled.
+        One scaler for each loss; none if nothing is scaled.
 
     Raises:
-        RuntimeError: an optimizer that has not been through `initialize`, or None where there was not one call.
+        RuntimeError: an optimizer that has not been through `initialize`, or None unless there was one call.
     """
     return _session_of([] if optimizer is None else levels.bare_optimizers(optimizer)).scalers
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Return the loss scales, to save beside the model's and the optimizers' state. Synchronizes with the device.
+    """Return the loss scales, to save with the model's and the optimizers' state. Synchronizes with the device.
 
     Masters are in the model's state_dict.
 
@@ -308,7 +311,7 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None =
 
 
 def _scaler_state(entry: Any, name: str, scaler: LossScaler) -> Any:
-    """The scaler's state in a saved entry; the two numbers that Apex saves replace the present ones."""
+    """Return the scaler's state in a saved entry; the two numbers that Apex saves replace the present ones."""
     if isinstance(entry, Mapping) and "scaler" in entry:
         return entry["scaler"]
     if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
@@ -318,7 +321,7 @@ def _scaler_state(entry: Any, name: str, scaler: LossScaler) -> Any:
 
 
 class _Session:
-    """One call of `initialize`, with the scalers of its losses; none where nothing is scaled."""
+    """One call of `initialize`, with the scalers of its losses; none if nothing is scaled."""
 
     def __init__(self, scalers: tuple[LossScaler, ...]) -> None:
         self.scalers = scalers
@@ -329,7 +332,7 @@ class _Session:
         _sessions.add(self)
 
     def scaler(self, loss_id: Any) -> LossScaler:
-        """The scaler of a loss. Raises `IndexError` for an unknown `loss_id`."""
+        """Return the scaler of a loss; raise `IndexError` for an unknown `loss_id`."""
         if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise IndexError(
                 f"loss_id is {loss_id!r}; expected 0 to {len(self.scalers) - 1}, or pass num_losses to initialize, "
@@ -342,7 +345,7 @@ _sessions: weakref.WeakSet[_Session] = weakref.WeakSet()  # kept alive by their 
 
 
 def _session_of(optimizers: Sequence[Optimizer]) -> _Session:
-    """The session that these optimizers share; for no optimizers, the only session there is."""
+    """Return the session that these optimizers share; for no optimizers, the only session there is."""
     for optimizer in optimizers:
         if not hasattr(optimizer, "_ampkit_session"):
             raise RuntimeError(

@@ -57,7 +57,7 @@ def half_function(fn: Callable[P, R]) -> Callable[P, R]:
 def float_function(fn: Callable[P, R]) -> Callable[P, R]:
     """Compute a function in float32: cast its tensor arguments up and turn autocast off inside. Never synchronizes.
 
-    For code that needs float32's precision, such as rotary embeddings, quaternions or a solver. Unlike
+    For code that needs float32 precision, such as rotary embeddings, quaternions or a solver. Unlike
     `autocast(enabled=False)` it names no device, and computes in float32 from 16-bit arguments too; so does backward.
     `Policy.for_modules` does the same for modules::
 
@@ -69,7 +69,7 @@ def float_function(fn: Callable[P, R]) -> Callable[P, R]:
     is on, float64 excepted, in lists, tuples, mappings and dataclasses too; a method of a dataclass gets a copy of it.
     Tensors that are not arguments, such as 16-bit weights of a module, are not cast. Results stay float32.
 
-    Outside a region, and where autocast is off, the function is called unchanged.
+    Outside a region, and if autocast is off, the function is called unchanged.
 
     Args:
         fn: a function, method, generator function or coroutine function.
@@ -170,12 +170,12 @@ class _Disabled:
 
 
 def _enabled() -> list[str]:
-    """The device types whose autocast is on."""
+    """Return the device types whose autocast is on."""
     return [name for name in TORCH if torch.is_autocast_enabled(name) and name not in MARK_DEVICES]
 
 
 def _casting(fn: Callable[P, R], rule: Rule, name: str) -> Callable[P, R]:
-    """Wrap `fn` to cast its tensor arguments by `rule` where a region is open for their device."""
+    """Wrap `fn` to cast its tensor arguments by `rule` if a region is open for their device."""
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"{name} takes a function, got {fn!r}; decorate a module's forward, not its class")
     function: Callable[..., Any] = fn
@@ -206,7 +206,7 @@ def _disabled(device_types: list[str], function: Callable[..., Any], args: Any, 
 
 
 def _dtype(rule: Rule, device_type: str, arguments: Any) -> torch.dtype:
-    """The dtype that `rule` gives the tensors among `arguments` that are on this device."""
+    """Return the dtype that `rule` gives the tensors among `arguments` that are on this device."""
     if rule is Rule.FLOAT32:
         return torch.float32
     if rule is Rule.LOWER:
@@ -237,7 +237,7 @@ def _register(owner: Any, name: str, rule: Rule, decorator: str) -> None:
 
 
 def _operator(owner: Any, name: str) -> OpOverloadPacket:
-    """The operator of a torch function: `linalg_norm` for `torch.linalg.norm`, `bmm` for `torch.bmm`."""
+    """Return the operator of a torch function: `linalg_norm` for `torch.linalg.norm`, `bmm` for `torch.bmm`."""
     module = getattr(owner, "__name__", "").rpartition(".")[2]
     for candidate in (f"{module}_{name}", name, f"{name}_loss"):
         packet = getattr(torch.ops.aten, candidate, None)

@@ -1,7 +1,7 @@
 """What O0 to O3 mean, which of their properties may be overridden, and which models and optimizers they accept.
 
-Data and checks, without side effects; `amp.initialize` carries a level out. Levels and properties are Apex's. Where the
-16-bit type is bfloat16, which has float32's range, the loss scale defaults to 1.
+Data and checks, without side effects; `amp.initialize` carries a level out. Levels and properties are Apex's. For
+bfloat16, which has float32's range, the loss scale defaults to 1.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype
 from ampkit.gradients.collect import masters_of
 from ampkit.half_precision.boundary import refuse_bounded
+from ampkit.half_precision.half import Buffers
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_CASTING = ("dtype", "keep_batchnorm_fp32", "master_weights")
+_CASTING = ("dtype", "keep_batchnorm_fp32", "master_weights", "buffers")
 
 
 class Level(NamedTuple):
@@ -59,7 +60,7 @@ class LevelOptions(NamedTuple):
     """A level with its overrides resolved.
 
     `dtype` is the 16-bit type of the region or the model. `inputs` is the dtype that the model's inputs are cast to;
-    None: no cast. `loss_scale` is None where there is no scaler.
+    None: no cast. `loss_scale` is None for no scaler.
     """
 
     level: Level
@@ -67,37 +68,36 @@ class LevelOptions(NamedTuple):
     inputs: torch.dtype | None
     keep_batchnorm_fp32: bool
     master_weights: bool
+    buffers: Buffers
     loss_scale: LossScale | None
     cast_model_outputs: torch.dtype
     num_losses: int
 
 
 def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> LevelOptions:
-    """The options of a level with overrides by the names of `amp.frontend.Overrides`; None means the level's default.
+    """Return the options of a level with overrides, named as in `amp.frontend.Overrides`; None means the default.
 
-    Raises `ValueError` or `TypeError` that names the property, what is wrong with it and what is expected.
+    Raises `ValueError` or `TypeError` that names the property, its value and the accepted values.
     """
-    level = LEVELS[_checked_level(opt_level)]
+    if not isinstance(opt_level, str) or opt_level not in LEVELS:
+        raise ValueError(f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3', with the letter O")
     given = {name: value for name, value in overrides.items() if value is not None}
     for name in {"dtype", "cast_model_outputs", "cast_model_type"} & set(given):
         given[name] = as_dtype(given[name])
-    level = _as_apex_casts(opt_level, level, given)
-    batch_norms = given.get("keep_batchnorm_fp32", level.keep_batchnorm_fp32)
-    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)  # strings come from argparse
-    if not isinstance(batch_norms, bool):
-        raise TypeError(f"keep_batchnorm_fp32 is {batch_norms!r}; expected True, False, 'True', 'False' or None")
-    masters = given.get("master_weights", level.master_weights)
-    if not isinstance(masters, bool):
-        raise TypeError(f"master_weights is {masters!r}; expected True, False or None")
-    # An override that repeats what the level does anyway is accepted at every level.
-    for name, repeats_level in (
-        ("patch_torch_functions", given.get("patch_torch_functions") is False),
-        ("dtype", False),
-        ("keep_batchnorm_fp32", batch_norms is level.keep_batchnorm_fp32),
-        ("master_weights", masters is level.master_weights),
-        ("policy", False),
+    level = _as_apex_casts(opt_level, LEVELS[opt_level], given)
+    for name in ("keep_batchnorm_fp32", "master_weights"):
+        if not isinstance(given.setdefault(name, getattr(level, name)), bool):
+            raise TypeError(f"{name} is {given[name]!r}; expected True, False or None")
+    # An override that repeats the level's value is accepted at every level.
+    for name, of_level in (
+        ("patch_torch_functions", False),
+        ("dtype", None),
+        ("keep_batchnorm_fp32", level.keep_batchnorm_fp32),
+        ("master_weights", level.master_weights),
+        ("buffers", None),
+        ("policy", None),
     ):
-        if name in given and name not in level.overridable and not repeats_level:
+        if given.get(name, of_level) is not of_level and name not in level.overridable:
             others = " or ".join(repr(other) for other in LEVELS if name in LEVELS[other].overridable)
             raise _senseless(name, given[name], opt_level, others)
     outputs, num_losses = given.get("cast_model_outputs", torch.float32), given.get("num_losses", 1)
@@ -108,14 +108,21 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
     dtype = given.get("dtype", default_dtype)
     if dtype not in SIXTEEN_BIT:
         raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16; opt_level 'O0' is float32")
-    masters = masters and level.casts_model
-    inputs = dtype if level.casts_model else level.inputs
-    loss_scale = _loss_scale(level, dtype, given)
-    return LevelOptions(level, dtype, inputs, batch_norms, masters, loss_scale, outputs, num_losses)
+    return LevelOptions(
+        level,
+        dtype,
+        dtype if level.casts_model else level.inputs,
+        given["keep_batchnorm_fp32"],
+        given["master_weights"] and level.casts_model,
+        given.get("buffers", "exact"),
+        _loss_scale(level, dtype, given),
+        outputs,
+        num_losses,
+    )
 
 
 def _as_apex_casts(opt_level: str, level: Level, given: dict[str, Any]) -> Level:
-    """The level after `patch_torch_functions` and `cast_model_type`, whose 16-bit type becomes `dtype`."""
+    """Return the level after `patch_torch_functions` and `cast_model_type`, whose 16-bit type becomes `dtype`."""
     patches = given.get("patch_torch_functions", level.has_region)
     if not isinstance(patches, bool):
         raise TypeError(f"patch_torch_functions is {patches!r}; expected True, False or None")
@@ -143,18 +150,8 @@ def _senseless(name: str, value: Any, opt_level: str, others: str) -> ValueError
     )
 
 
-def _checked_level(opt_level: Any) -> str:
-    if isinstance(opt_level, str) and opt_level in LEVELS:
-        return opt_level
-    guess = str(opt_level).upper().replace("0", "O", 1)
-    hint = f": did you mean {guess!r}, with the letter O?" if guess in LEVELS else ""
-    if isinstance(opt_level, bool):
-        hint = f"; Apex takes `enabled` there: pass enabled={opt_level}"
-    raise ValueError(f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'{hint}")
-
-
 def _loss_scale(level: Level, dtype: torch.dtype, given: dict[str, Any]) -> LossScale | None:
-    """The strategy of the loss scale; None for no scaler."""
+    """Return the strategy of the loss scale; None for no scaler."""
     scale = given.get("loss_scale")
     smallest, largest = given.get("min_loss_scale"), given.get("max_loss_scale", 2.0**24)
     if scale is None:
@@ -167,27 +164,23 @@ def _loss_scale(level: Level, dtype: torch.dtype, given: dict[str, Any]) -> Loss
             max_scale=float(largest),
             min_scale=SMALLEST_SCALE if smallest is None else float(smallest),
         )
-    if isinstance(scale, bool) or not isinstance(scale, int | float | str):
-        raise TypeError(f"loss_scale is {scale!r}; expected 'dynamic', a number, or a strategy: DynamicLossScale()")
     try:
-        number = float(scale)
-    except ValueError:
+        number = math.nan if isinstance(scale, bool) else float(scale)  # Apex's scripts pass strings from argparse
+    except (TypeError, ValueError):
         number = math.nan
     if not 0.0 < number < math.inf:
         raise ValueError(
-            f"loss_scale is {scale!r}; expected a positive number, or 'dynamic', which older scripts write as 0"
+            f"loss_scale is {scale!r}; expected a positive number, 'dynamic', or a strategy: DynamicLossScale()"
         )
     if smallest is not None:
-        raise ValueError(
-            f"min_loss_scale={smallest} makes no sense beside the static loss_scale={scale}; leave one out"
-        )
+        raise ValueError(f"min_loss_scale={smallest} makes no sense with the static loss_scale={scale}; leave one out")
     if number != 1.0:
         return StaticLossScale(number)
     return None if level.scale is None else NoOpLossScale()
 
 
 def as_list(argument: Any, cls: type, name: str, expected: str) -> list[Any]:
-    """One object or a list or tuple of objects, as a list. Raises `TypeError` for objects of other classes."""
+    """Return one object or a list or tuple of objects as a list. Raise `TypeError` for objects of other classes."""
     items = list(argument) if isinstance(argument, list | tuple) else [argument]
     for item in items:
         if not isinstance(item, cls):
@@ -198,7 +191,7 @@ def as_list(argument: Any, cls: type, name: str, expected: str) -> list[Any]:
 
 
 def bare_optimizers(optimizers: Any) -> list[Optimizer]:
-    """The `torch.optim.Optimizer`s of one optimizer or a list, without wrappers such as Apex's LARC.
+    """Return the `torch.optim.Optimizer`s of one optimizer or a list, without wrappers such as Apex's LARC.
 
     Such a wrapper is not an `Optimizer`: it holds one as `optim` or `optimizer`, shares its parameter groups, changes
     gradients in its own `step` and then calls the optimizer's.
@@ -214,7 +207,7 @@ def bare_optimizers(optimizers: Any) -> list[Optimizer]:
 
 
 def check_model(model: Module, *, casts_model: bool) -> None:
-    """Refuse a model that is wrapped, converted or not float32, or sharded where the level would convert it."""
+    """Refuse a model that is wrapped, converted or not float32, or sharded if the level would convert it."""
     name = type(model).__name__
     if isinstance(model, _WRAPPERS) or name == "FullyShardedDataParallel":
         raise RuntimeError(
@@ -243,7 +236,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
 def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, is_scaled: bool) -> None:
     """Refuse an optimizer that has master weights, or that holds no parameter of the models.
 
-    Where losses are scaled, refuse a parameter of two optimizers: both would unscale its gradient.
+    If losses are scaled, refuse a parameter of two optimizers: both would unscale its gradient.
     """
     names = {id(param): name for model in models for name, param in model.named_parameters()}
     owners: dict[int, Optimizer] = {}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.gradients import closures, step_contract
+from ampkit.gradients import step_contract
 from ampkit.gradients.collect import collect, combined, merged, parameters, unscale_
-from ampkit.half_precision.master_weights import MasterWeights
+from ampkit.half_precision.master_weights import MasterWeights, refuse_closure
 from ampkit.scaler import state_dict_checks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.optimizer_notes import Notes
@@ -32,7 +32,7 @@ class ScaledGradients:
     the device.
 
     Attributes:
-        found_inf: a flag, set where a gradient of the backwards since the last step is not finite; None: no gradients.
+        found_inf: a flag, set if a gradient of the backwards since the last step is not finite; None: no gradients.
         unscaled: whether a backward since the last step has left unscaled gradients.
         scaler: the scaler of the last backward that was unscaled.
         delayed: the scaler of backwards whose gradients are still scaled, with its count of updates at that time.
@@ -63,17 +63,17 @@ class ScaledGradients:
         return self._optimizer()
 
     def backward_params(self) -> list[Tensor]:
-        """The parameters whose `.grad` backward fills: for masters, the 16-bit parameters of the model."""
+        """Return the parameters whose `.grad` backward fills: for masters, the 16-bit parameters of the model."""
         if self.masters is None:
             return parameters(self.optimizer)
         return [*self._without_masters(self.masters), *self.masters.model_parameters()]
 
     def still_scaled(self) -> bool:
-        """Whether there are gradients of delayed backwards; `zero_grad` drops them."""
+        """Return whether there are gradients of delayed backwards; `zero_grad` drops them."""
         return self.delayed is not None and self.has_gradients()
 
     def has_gradients(self) -> bool:
-        """Whether any parameter that backward fills holds a gradient."""
+        """Return whether any parameter that backward fills holds a gradient."""
         return any(param.grad is not None for param in self.backward_params())
 
     def check_accumulation(self, scaler: LossScaler, delay_unscale: bool) -> None:
@@ -124,7 +124,7 @@ class ScaledGradients:
         """Multiply the gradients by `inv_scale`, check them, and add those set aside. Never synchronizes.
 
         Returns:
-            Flags by device, 1 where a gradient is not finite, and the meshes whose ranks must agree on them.
+            Flags by device, 1 if a gradient is not finite, and the meshes whose ranks must agree on them.
         """
         flags: dict[torch.device, Tensor] = {}
         meshes: dict[Any, int] = {}
@@ -145,14 +145,15 @@ class ScaledGradients:
         return flags, meshes
 
     def _without_masters(self, masters: MasterWeights) -> list[Tensor]:
-        """The optimizer's parameters that are not masters."""
+        """Return the optimizer's parameters that are not masters."""
         of_masters = {id(master) for master in masters.masters()}
         return [param for param in parameters(self.optimizer) if id(param) not in of_masters]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Refuse a step without unscaled gradients, and set gradients to None if one is not finite."""
         self._flag_on_optimizer.close()  # still open if the last step raised
-        self._check_ready(optimizer, closures.extract(args[1:], kwargs))
+        refuse_closure(optimizer, args, kwargs)
+        self._check_ready(optimizer)
         scaler, found_inf = self.scaler, self.found_inf if self.unscaled else None
         self.unscaled = False
         if found_inf is None or scaler is None:
@@ -175,13 +176,8 @@ class ScaledGradients:
         """Remove the flag from an amp-aware optimizer."""
         self._flag_on_optimizer.close()
 
-    def _check_ready(self, optimizer: Any, closure: Any) -> None:
+    def _check_ready(self, optimizer: Any) -> None:
         name = type(optimizer).__name__
-        if closure is not None:
-            raise RuntimeError(
-                f"{name}.step got a closure, whose backward would not be unscaled; use ampkit.autocast or "
-                f"MasterWeights with GradScaler.step(optimizer, closure)"
-            )
         if self.still_scaled():
             raise RuntimeError(
                 f"{name}.step() while gradients of a delayed backward are still scaled; do not delay the last "
@@ -256,12 +252,12 @@ class LossScaler(GradScaler):
         self._take_over(state)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Count a step that an optimizer is about to make; `skipped` is None if only the device knows."""
+        """Count a step that an optimizer is about to make; `skipped` is None if the device decides."""
         notes = Notes(optimizer, {}, self._last_step_of(optimizer))  # that iteration is over
         self._note_step(notes, found_inf, skipped=self._count(notes, found_inf, skipped=skipped))
 
 
 def _any(flags: Sequence[Tensor | None]) -> Tensor | None:
-    """One flag, set if any of `flags` is set, on the device of the first; None if all are None."""
+    """Return one flag, set if any of `flags` is set, on the device of the first; None if all are None."""
     present = [flag for flag in flags if flag is not None]
     return combined(present, present[0].device) if present else None

@@ -1,8 +1,8 @@
-"""Casts of inputs and outputs, and an autocast region, around a converted module or one kept in float32.
+"""Casts of inputs and outputs, and an autocast region, around a converted module or one in float32 inside it.
 
 The module's class becomes a subclass with another forward. Unlike hooks or a forward stored on the instance, this
 covers direct calls of `forward`, lets replicas of `nn.DataParallel` run their own forward, leaves no region open after
-an interrupt, and keeps the signature.
+an interrupt, and keeps the signature. Copies and pickles are made with the original class, and wrapped again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import torch
 from torch.nn import Module
 
 from ampkit.containers import cast_tree
-from ampkit.half_precision.forward_wrapper import WrappedForward
 from ampkit.policy.module_paths import is_scripted
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
-from ampkit.torch_private import BatchNorm
 
 M = TypeVar("M", bound=Module)
 
@@ -29,12 +27,15 @@ class Boundary(NamedTuple):
     """Casts around the calls of a module; a dtype of None means no cast.
 
     `region`: a 16-bit type opens a region of this dtype with `policy`, float32 turns autocast off, None does nothing.
+    `is_inner`: for a module inside a converted model, not for the model itself. `note` is added to errors of dtypes.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
     region: torch.dtype | None = None
     policy: Policy | None = None
+    is_inner: bool = False
+    note: str = ""
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `forward(module, ...)` in the casts and a region for the module's device."""
@@ -43,8 +44,13 @@ class Boundary(NamedTuple):
         def bounded(module: Module, *args: Any, **kwargs: Any) -> Any:
             if self.inputs is not None:
                 args, kwargs = cast_tree(args, self.inputs), cast_tree(kwargs, self.inputs)
-            with self._context(module):
-                output = forward(module, *args, **kwargs)
+            try:
+                with self._context(module):
+                    output = forward(module, *args, **kwargs)
+            except RuntimeError as error:
+                if self.note and "type" in str(error):
+                    error.add_note(self.note)
+                raise
             return output if self.outputs is None else cast_tree(output, self.outputs)
 
         return bounded
@@ -58,37 +64,48 @@ class Boundary(NamedTuple):
         return autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-class _Bounded(WrappedForward):
-    """Base class of models with a boundary."""
+class _Bounded(Module):
+    """Base of the classes of modules with boundaries, before the class that the module had."""
+
+    _ampkit_class: type[Module]  # the class without boundaries
+    _ampkit_boundaries: tuple[Boundary, ...]  # from the inside out
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Return a recipe of the module: its class without boundaries, then `_put_again`."""
+        make, arguments, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        arguments = tuple(self._ampkit_class if argument is type(self) else argument for argument in arguments)
+        return (_put_again, (self._ampkit_boundaries, make, arguments), *rest)
 
 
 def put_boundary(module: M, boundary: Boundary) -> M:
-    """Put `boundary` around every call of `module`, by replacing its class; returns `module`.
-
-    Raises:
-        RuntimeError: the module has a boundary, or its forward was replaced on the instance.
-    """
-    refuse_bounded(module)
-    _Bounded.put_around(module, boundary)
+    """Put `boundary` around every call of `module` and of its copies, by replacing its class; return `module`."""
+    object.__setattr__(module, "__class__", _with_boundary(type(module), boundary))
     return module
 
 
-class _Kept(WrappedForward):
-    """Base class of modules kept in float32 inside a 16-bit model."""
+def _with_boundary(inner: type[Module], boundary: Boundary) -> type[Module]:
+    body: dict[str, Any] = {
+        "forward": boundary.around(inner.forward),
+        "_ampkit_class": getattr(inner, "_ampkit_class", inner),
+        "_ampkit_boundaries": (*getattr(inner, "_ampkit_boundaries", ()), boundary),
+        "__module__": inner.__module__,
+        "__qualname__": inner.__qualname__,
+        "__doc__": inner.__doc__,
+    }
+    return type(inner.__name__, (inner,) if issubclass(inner, _Bounded) else (_Bounded, inner), body)
 
 
-def keep_in_float32(module: Module, dtype: torch.dtype) -> None:
-    """Make `module` compute in float32, with autocast off, and return `dtype`.
-
-    Its inputs are cast up, except those of batch norms, whose kernels take 16-bit inputs beside float32 weights.
-    """
-    inputs = None if isinstance(module, BatchNorm) else torch.float32
-    _Kept.put_around(module, Boundary(inputs, dtype, torch.float32))
+def _put_again(boundaries: tuple[Boundary, ...], make: Callable[..., M], arguments: tuple[Any, ...]) -> M:
+    """Make a module that is copied or unpickled, still without its state, and put the boundaries around it."""
+    module = make(*arguments)
+    for boundary in boundaries:
+        put_boundary(module, boundary)
+    return module
 
 
 def refuse_bounded(module: Module) -> None:
-    """Raise `RuntimeError` for a module that has a boundary, is scripted, or has its forward replaced."""
-    if isinstance(module, _Bounded):
+    """Raise `RuntimeError` for a converted model, or as `refuse_patched`."""
+    if isinstance(module, _Bounded) and not all(boundary.is_inner for boundary in module._ampkit_boundaries):
         raise RuntimeError(
             f"this {type(module).__name__} has been through ampkit.half or amp.initialize already; a second "
             f"conversion would cast twice; build the model again, or keep the converted one"
@@ -111,7 +128,7 @@ def refuse_patched(module: Module) -> None:
 
 
 def device_type_of(module: Module) -> str:
-    """The device type of a module's first parameter, else of its first buffer, else "cpu"."""
+    """Return the device type of a module's first parameter, or of its first buffer, or "cpu"."""
     for tensors in (module.parameters(), module.buffers()):
         for tensor in tensors:
             return tensor.device.type

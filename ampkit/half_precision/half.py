@@ -1,15 +1,16 @@
 """half: convert a model to float16 or bfloat16 that takes the same float32 inputs as before.
 
-After `module.half()` the caller has to cast every input, batch norms lose the range of their statistics, and a mask of
--1e9 becomes -inf. Here the model casts its inputs, chosen modules stay in float32 with casts around them, and
-parameters that do not fit are found before anything changes.
+After `module.half()` the caller has to cast every input, batch norms lose the range of their statistics, rotary
+frequencies lose their digits, and a mask of -1e9 becomes -inf. Here the model casts its inputs, chosen modules stay in
+float32 with casts around them, buffers stay in float32 if 16 bits would change them, and parameters that do not fit are
+found before anything changes.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +18,20 @@ from torch.nn import Module
 
 from ampkit.containers import cast
 from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype, short
-from ampkit.half_precision.boundary import Boundary, keep_in_float32, put_boundary, refuse_bounded, refuse_patched
+from ampkit.half_precision.boundary import Boundary, put_boundary, refuse_bounded, refuse_patched
 from ampkit.policy.module_paths import is_container, is_scripted
 from ampkit.policy.module_rules import matches
 from ampkit.torch_private import BatchNorm, InstanceNorm
 
-__all__ = ["BATCH_NORMS", "NORMS", "half"]
+__all__ = ["BATCH_NORMS", "NORMS", "Buffers", "half"]
 
 M = TypeVar("M", bound=Module)
 Keep = Iterable[type[Module] | Module | str]
+Buffers = Literal["exact", "all", "none"]
 
 BATCH_NORMS: tuple[type[Module], ...] = (BatchNorm,)
 """Normalization with running statistics: a variance above 65504 does not fit float16. Its kernels take 16-bit inputs
-beside float32 weights, so that keeping it in float32 needs no casts of inputs."""
+with float32 weights, so that keeping it in float32 needs no casts of inputs."""
 
 NORMS: tuple[type[Module], ...] = (
     BatchNorm,
@@ -41,6 +43,8 @@ NORMS: tuple[type[Module], ...] = (
 )
 """All normalization modules of torch. Inputs are cast up, except those of batch norms, and outputs are cast back."""
 
+_MASKED = -1e4  # a mask adds a value of at least this size to scores, so that its rounding does not matter
+
 
 def half(
     model: M,
@@ -48,10 +52,11 @@ def half(
     keep_fp32: Keep | str = BATCH_NORMS,
     cast_outputs: torch.dtype | str | None = None,
     *,
+    buffers: Buffers = "exact",
     in_place: bool = False,
     in_region: bool = False,
 ) -> M:
-    """Convert the floating-point parameters and buffers of a model to `dtype`, and make it cast its inputs.
+    """Convert the floating-point parameters of a model to `dtype`, and make it cast its inputs.
 
     The model is called as before, with float32 (or float64) tensors anywhere in lists, tuples, mappings and
     dataclasses, positional or by keyword; integers and bools are not cast. Tensors that forward makes from others
@@ -59,13 +64,16 @@ def half(
     `in_region`. Converting synchronizes with the device, forward does not.
 
     Args:
-        model: a float32 model, which is copied. Elements of buffers too large for `dtype`, such as masks of -1e9, are
-            set to its largest finite value; parameters too large are an error.
+        model: a float32 model, which is copied. Parameters too large for `dtype` are an error.
         dtype: torch.float16 or torch.bfloat16, or its name.
         keep_fp32: modules that stay in float32, with inputs cast up and outputs cast back: module classes, modules, or
             path patterns of `Policy.for_modules` ("blocks.*.norm"); a ModuleList or ModuleDict stands for the modules
             in it. `ampkit.half_precision.half.NORMS` has all normalization classes.
         cast_outputs: a dtype, or its name, for floating-point outputs; None leaves them in `dtype`.
+        buffers: the floating-point buffers to convert. "exact": masks, and buffers whose values `dtype` holds exactly;
+            others, such as rotary frequencies, keep their dtype, and so do zeros and ones, which may be counters.
+            "all": all of them. "none": none. Statistics of a norm always follow its weights. Elements too large for
+            `dtype` become its largest finite value.
         in_place: convert `model` itself rather than a copy.
         in_region: run forward in an `ampkit.autocast` region of `dtype`, which casts float32 tensors that meet 16-bit
             weights, and computes softmax and losses in float32.
@@ -75,10 +83,10 @@ def half(
 
     Raises:
         TypeError: `model` is not a module, or a `keep_fp32` entry is of another type.
-        ValueError: another dtype; a pattern that names no module; a scripted module to keep, or a batch norm in one; a
-            parameter that does not fit `dtype`, or is tied between a kept module and another.
-        RuntimeError: the model is converted already or scripted, or the forward of a converted or kept module was
-            replaced on the instance. Nothing has been changed when it raises.
+        ValueError: another dtype or `buffers`; a pattern that names no module; a parameter that does not fit `dtype`,
+            or is tied between a kept module and another.
+        RuntimeError: the model is converted already, a module is scripted, or the forward of a converted or kept
+            module was replaced on the instance. Nothing has been changed when it raises.
 
     >>> model = half(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.bfloat16)
     >>> model(torch.ones(2, 4)).dtype, model[1].running_var.dtype
@@ -88,20 +96,16 @@ def half(
     keep = kept_keys(keep_fp32)
     if not in_place:
         memo: dict[int, Any] = {}
-        require_grad = [param.requires_grad for _, param in model.named_parameters(remove_duplicate=False)]
-        with torch.no_grad():  # else parameters of a scripted module's copy are not leaves
-            model = copy.deepcopy(model, memo)
-        for (_, param), requires_grad in zip(model.named_parameters(remove_duplicate=False), require_grad, strict=True):
-            param.requires_grad_(requires_grad)
+        model = copy.deepcopy(model, memo)
         keep = tuple(memo.get(id(key), key) for key in keep)  # the copy's modules
-    plan = HalfPlan(model, dtype, keep)
+    plan = HalfPlan(model, dtype, keep, buffers)
     plan.require_fit()
     plan.carry_out()
-    return put_boundary(model, Boundary(dtype, outputs, dtype if in_region else None))
+    return put_boundary(model, Boundary(dtype, outputs, dtype if in_region else None, note=plan.note()))
 
 
 def kept_keys(keep_fp32: Keep | str) -> tuple[Any, ...]:
-    """`keep_fp32`, which may be one pattern, as a tuple; raises `TypeError` for keys of another type."""
+    """Return `keep_fp32`, which may be one pattern, as a tuple; raise `TypeError` for keys of another type."""
     keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
     for key in keep:
         is_class = isinstance(key, type) and issubclass(key, Module)
@@ -115,21 +119,30 @@ def kept_keys(keep_fp32: Keep | str) -> tuple[Any, ...]:
 class HalfPlan:
     """The modules of a model to convert and to keep in float32, decided before any is changed.
 
-    `unfit` has the parameters to convert that `dtype` cannot hold, by name, each with its largest magnitude.
+    Attributes:
+        kept: each module in float32, with its path; `outermost` are those of them that get casts.
+        unfit: parameters to convert that `dtype` cannot hold, by name, each with its largest magnitude.
+        unchanged: buffers of converted modules that are not converted, by name.
+        rounded: names of buffers to convert whose values `dtype` changes, masks excepted.
     """
 
-    def __init__(self, model: Module, dtype: torch.dtype, keep: tuple[Any, ...]) -> None:
+    def __init__(self, model: Module, dtype: torch.dtype, keep: tuple[Any, ...], buffers: str = "exact") -> None:
+        if buffers not in get_args(Buffers):
+            raise ValueError(f"buffers is {short(buffers)}; expected 'exact', 'all' or 'none'")
         self.dtype = dtype
         self.kept: dict[Module, str] = {}
         self.outermost: list[Module] = []
         used: set[int] = set()
         for path, module in model.named_modules():
+            if is_scripted(module):
+                raise RuntimeError(
+                    f"module {path} is scripted or traced: TorchScript computes in the dtypes that it recorded; "
+                    "convert the model before torch.jit.script"
+                )
             matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
             used.update(matching)
             for called_path, called in _called_modules(path, module) if matching else ():
                 if called not in self.kept:
-                    if is_scripted(called):
-                        raise ValueError(_scripted_message(called_path, called))
                     refuse_patched(called)
                     self.outermost.append(called)
                     self.kept.update((inner, name) for name, inner in called.named_modules(prefix=called_path))
@@ -139,6 +152,9 @@ class HalfPlan:
         self.converted = {module: path for path, module in model.named_modules() if module not in self.kept}
         self.unfit: dict[str, float] = {}
         self._check_parameters()
+        self.unchanged: dict[str, Tensor] = {}
+        self.rounded: list[str] = []
+        self._choose_buffers(buffers)
 
     def _check_parameters(self) -> None:
         """Fill `unfit`, and refuse parameters that are tied between converted and kept modules."""
@@ -157,6 +173,19 @@ class HalfPlan:
                         f"stay in float32; name both their modules in keep_fp32, or neither"
                     )
 
+    def _choose_buffers(self, buffers: str) -> None:
+        """Fill `unchanged` and `rounded`."""
+        for module, path in self.converted.items():
+            is_norm = isinstance(module, BatchNorm | InstanceNorm)
+            for name, buffer in module.named_buffers(prefix=path, recurse=False):
+                if buffer.dtype in REAL_FLOATS and buffer.dtype is not self.dtype:
+                    fits = _holds(self.dtype, buffer)
+                    follows = buffers == "exact" and fits and not _may_count(buffer)
+                    if not (is_norm or buffers == "all" or follows):
+                        self.unchanged[name] = buffer
+                    elif not fits:
+                        self.rounded.append(name)
+
     def require_fit(self) -> None:
         """Raise `ValueError` that names the first parameter which does not fit."""
         if self.unfit:
@@ -166,14 +195,28 @@ class HalfPlan:
                 f"keep its module in float32 with keep_fp32, or use bfloat16"
             )
 
+    def note(self) -> str:
+        """Return a hint for errors of mixed dtypes; "" if no buffer can promote a 16-bit tensor."""
+        names = [f"{name} ({buffer.dtype})" for name, buffer in self.unchanged.items() if buffer.ndim]
+        if not names:
+            return ""
+        return (
+            f"ampkit left these buffers in their dtype, because {self.dtype} may change their values: "
+            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}; cast the result where one of them meets "
+            "16-bit tensors, or convert with buffers='all'"
+        )
+
     def carry_out(self) -> None:
         """Convert the model, and put casts around the kept modules."""
+        unchanged = {id(buffer) for buffer in self.unchanged.values()}
         for module in self.converted:
-            module._apply(self._convert, recurse=False)
+            module._apply(lambda tensor: tensor if id(tensor) in unchanged else self._convert(tensor), recurse=False)
         for module in self.kept:
             module._apply(lambda tensor: cast(tensor, torch.float32), recurse=False)
         for module in self.outermost:
-            keep_in_float32(module, self.dtype)
+            # The kernels of batch norms take 16-bit inputs with float32 weights.
+            inputs = None if isinstance(module, BatchNorm) else torch.float32
+            put_boundary(module, Boundary(inputs, self.dtype, torch.float32, is_inner=True))
 
     def _convert(self, tensor: Tensor) -> Tensor:
         """Cast a parameter or buffer; finite elements that overflow become the largest finite value."""
@@ -185,7 +228,7 @@ class HalfPlan:
 
 
 def _called_modules(path: str, module: Module) -> Iterator[tuple[str, Module]]:
-    """A module with its path, or for a container, which is never called, the modules in it."""
+    """Yield a module with its path, or for a container, which is never called, the modules in it."""
     if not is_container(module):
         yield path, module
         return
@@ -197,22 +240,26 @@ def _matches(key: Any, module: Any, path: str) -> bool:
     if isinstance(key, str):
         return matches(key, path)
     if isinstance(key, type):
-        # TorchScript keeps the name of a class alone.
-        was_named = module.original_name if is_scripted(module) else ""
-        return key in type(module).__mro__ or was_named == key.__name__
+        return isinstance(module, key)
     return module is key
 
 
-def _scripted_message(path: str, module: Any) -> str:
-    return (
-        f"keep_fp32 names {path!r}, a {module.original_name} that TorchScript runs; nothing can be cast around it. "
-        "Convert the model before torch.jit.script, or keep a module around it, or leave it out of "
-        "keep_fp32 (of amp.initialize, keep_batchnorm_fp32=False)"
-    )
+def _holds(dtype: torch.dtype, buffer: Tensor) -> bool:
+    """Return whether `dtype` holds every value of a buffer exactly, but for one large negative value, as in a mask."""
+    values: Tensor = getattr(buffer, "_local_tensor", buffer).detach()  # a DTensor's shard
+    if values.is_meta:
+        return False
+    inexact = values[(values.to(dtype) != values) & ~values.isnan()]
+    return not inexact.numel() or bool((inexact == inexact[0]).all() & (inexact[0] <= _MASKED))
+
+
+def _may_count(buffer: Tensor) -> bool:
+    """Return whether a buffer holds zeros only or ones only, as counters and averages do before training."""
+    return bool(buffer.numel()) and bool((buffer == 0).all() | (buffer == 1).all())
 
 
 def _overflowing_magnitude(param: Tensor, dtype: torch.dtype) -> float | None:
-    """The largest finite magnitude in a parameter if `dtype` cannot hold it, else None."""
+    """Return the largest finite magnitude in a parameter if `dtype` cannot hold it, otherwise None."""
     local: Tensor = getattr(param, "_local_tensor", param).detach()  # a DTensor's shard
     if local.is_meta or local.dtype not in REAL_FLOATS or local.dtype is dtype or not local.numel():
         return None
@@ -231,7 +278,7 @@ def _unused_message(model: Module, key: Any) -> str:
 
 
 def checked_dtypes(model: Any, dtype: Any, cast_outputs: Any = None) -> tuple[torch.dtype, torch.dtype | None]:
-    """`dtype` and `cast_outputs`, which may be names, as dtypes; raises as `half` for the model and both."""
+    """Return `dtype` and `cast_outputs`, which may be names, as dtypes; raise as `half` for the model and both."""
     low_dtype, outputs = as_dtype(dtype), as_dtype(cast_outputs)
     if not isinstance(model, Module):
         raise TypeError(f"half takes an nn.Module, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""MasterWeights: float32 copies of a 16-bit model's parameters, which the optimizer steps in their place.
+"""MasterWeights: float32 copies of a 16-bit model's parameters, which the optimizer steps instead.
 
 The neighbors of 1 are 2**-10 away in float16 and 2**-7 in bfloat16; adding an update below half of that changes
 nothing. So the optimizer steps float32 masters, and the model gets them rounded (Micikevicius et al., "Mixed Precision
@@ -19,7 +19,6 @@ from torch.nn import Parameter
 
 import ampkit_kernels
 from ampkit.dtypes import SIXTEEN_BIT
-from ampkit.gradients import closures
 from ampkit.gradients.collect import local_tensor, masters_of, moved, note_written, set_masters
 
 __all__ = ["MasterWeights"]
@@ -27,30 +26,34 @@ __all__ = ["MasterWeights"]
 
 @dataclass
 class _Pair:
-    """A 16-bit parameter, its master, and the parameter's version counter after it was last written from the master."""
+    """A 16-bit parameter and its master, with the parameter's version and address when it last equaled the master."""
 
     param: Tensor
     master: Parameter
-    version: int
+    written: tuple[int, int] = (-1, 0)
+
+    def state(self) -> tuple[int, int]:
+        """Return the version counter and the address of the parameter; `param.data = ...` changes the address only."""
+        return self.param._version, local_tensor(self.param).data_ptr()
 
 
 class MasterWeights:
     """Gives an optimizer float32 masters for its float16 and bfloat16 parameters.
 
     Afterwards `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
-    `step` takes the gradients that have arrived, updates the masters, writes them to the model (in the same launch for
-    `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too. `optimizer.zero_grad()` clears the
-    gradients of masters and model. float32 parameters stay as they are. 16-bit parameters that join later, by
-    `add_param_group` or `requires_grad_(True)`, get masters in the next step; frozen ones get none. A sparse gradient
-    becomes dense.
+    `step` moves the gradients to the masters, updates the masters, rounds them into the model and drops their
+    gradients. `optimizer.zero_grad()` clears the gradients of masters and model. float32 parameters stay as they are.
+    16-bit parameters that join later, by `add_param_group` or `requires_grad_(True)`, get masters in the next step;
+    frozen ones get none. A sparse gradient becomes dense. `step` with a closure raises `RuntimeError`.
 
     `ampkit.GradScaler` finds the masters by itself. With another scaler, call `take_gradients_()` after backward, so
     that the scaler finds float32 gradients.
 
     Masters start from the 16-bit values; `load_state_dict` can set others, such as the model's original float32 values.
 
-    If a 16-bit weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the new value
-    in each element that no longer equals the rounded master. Changes through `.data` are not seen.
+    If a 16-bit weight is changed from outside (a checkpoint, a pruning mask, `param.data = ...`), the next `step` sets
+    each master element that no longer rounds to the weight to the new value. Writes into `param.data` (`.data.mul_`)
+    are not detected and are overwritten.
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters; its state for them moves to the masters.
@@ -112,7 +115,7 @@ class MasterWeights:
 
         Args:
             inv_scale: the factor, a float32 tensor of one element; None means 1.
-            found_inf: float32 flags of one element by device, set to 1 where a product is not finite. Flags of missing
+            found_inf: float32 flags of one element by device, set to 1 if a product is not finite. Flags of missing
                 devices are added. None: flags are not returned.
 
         Raises:
@@ -151,7 +154,9 @@ class MasterWeights:
             masters = [local_tensor(pair.master) for pair in pairs]
             params = [local_tensor(pair.param) for pair in pairs]
             ampkit_kernels.backend(params[0]).cast_(masters, params)
-        self._note_written()
+        note_written(self.model_parameters())
+        for pair in self._pairs.values():
+            pair.written = pair.state()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masters in the order of the parameter groups; the tensors share their storage.
@@ -161,7 +166,7 @@ class MasterWeights:
         return {"masters": [master.detach() for master in self._in_groups()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, and write the model's 16-bit parameters from it.
+        """Load a result of `state_dict`, and write the model's 16-bit parameters from it.
 
         Args:
             state_dict: {"masters": tensors}, one for each master in the order of the parameter groups, of any dtype.
@@ -174,7 +179,7 @@ class MasterWeights:
         load_masters_(self, saved_masters(self, state_dict))
 
     def _in_groups(self) -> list[Tensor]:
-        """The masters in the order of the parameter groups."""
+        """Return the masters in the order of the parameter groups."""
         masters = {id(pair.master) for pair in self._pairs.values()}
         return [param for group in self.optimizer.param_groups for param in group["params"] if id(param) in masters]
 
@@ -185,14 +190,13 @@ class MasterWeights:
         Elements that equal the rounded master leave the master's value as it is.
         """
         for pair in self._pairs.values():
-            if pair.param._version != pair.version:
+            if pair.written != pair.state():
                 param, master = pair.param, pair.master
                 master.copy_(torch.where(param == master.to(param.dtype), master, param.to(torch.float32)))
 
     def _adopt(self) -> None:
         """Replace the 16-bit parameters in the optimizer's groups by masters."""
         optimizer = self.optimizer
-        before = len(self._pairs)
         for group in optimizer.param_groups:
             params: list[Tensor] = group["params"]
             for index, param in enumerate(params):
@@ -201,45 +205,24 @@ class MasterWeights:
                 if id(param) in self._pairs:
                     raise RuntimeError(
                         f"a 16-bit parameter of shape {tuple(param.shape)} was given to the optimizer a second time, "
-                        f"beside its master; remove it from the parameter group that was added"
+                        f"in addition to its master; remove it from the parameter group that was added"
                     )
                 master = Parameter(param.detach().to(torch.float32))
                 params[index] = master
                 _move_state(optimizer, param, master)
-                self._pairs[id(param)] = _Pair(param, master, param._version)
-        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):  # it writes the model as it steps
-            optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
+                self._pairs[id(param)] = pair = _Pair(param, master)
+                pair.written = pair.state()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        refuse_closure(optimizer, args, kwargs)
         self._adopt()
         self.follow_model_()
-        closure = closures.extract(args[1:], kwargs)
-        if closure is None:
-            self.take_gradients_()
-            return None
-
-        def evaluate() -> Any:
-            self.write_back_()
-            with torch.enable_grad():
-                loss = closure()
-            self.take_gradients_()
-            return loss
-
-        arguments, kwargs = closures.replace(evaluate, args[1:], kwargs)
-        return (args[0], *arguments), kwargs
+        self.take_gradients_()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if hasattr(optimizer, "write_copies") and closures.extract(args[1:], kwargs) is None:
-            self._note_written()
-        else:
-            self.write_back_()
+        self.write_back_()
         for pair in self._pairs.values():
             pair.master.grad = None
-
-    def _note_written(self) -> None:
-        note_written(self.model_parameters())
-        for pair in self._pairs.values():
-            pair.version = pair.param._version
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.__class__.zero_grad(self.optimizer, set_to_none)
@@ -251,7 +234,7 @@ class MasterWeights:
 
 
 def saved_masters(masters: MasterWeights, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Each master with its saved value; raises as `MasterWeights.load_state_dict`, and loads nothing."""
+    """Return each master with its saved value; raise as `MasterWeights.load_state_dict`, and load nothing."""
     if "masters" not in state_dict:
         raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
     masters._adopt()
@@ -279,7 +262,7 @@ def load_masters_(masters: MasterWeights, values: Sequence[tuple[Tensor, Tensor]
 def _scalars(
     device: torch.device, inv_scale: Tensor | None, flags: dict[torch.device, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The factor and the flag of a device; a missing flag is added to `flags`."""
+    """Return the factor and the flag of a device; add a missing flag to `flags`."""
     factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else moved(inv_scale, device)
     if device not in flags:
         flags[device] = torch.zeros((), dtype=torch.float32, device=device)
@@ -294,6 +277,15 @@ def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Paramet
         name: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT else value
         for name, value in optimizer.state.pop(param).items()
     }
+
+
+def refuse_closure(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `RuntimeError` if a hook before `step` gets a closure: `args` begins with the optimizer."""
+    if kwargs.get("closure") is not None or any(map(callable, args[1:2])):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step got a closure, whose gradients would not reach the float32 masters or be "
+            "unscaled; run backward first and call step() without a closure"
+        )
 
 
 def _check_device(pair: _Pair) -> None:

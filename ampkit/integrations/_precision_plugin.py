@@ -46,6 +46,6 @@ class PrecisionPlugin:
         self.scaler = scaler  # not passed above: the libraries' plugins refuse a scaler in bfloat16
 
     def region(self) -> autocast:
-        """A region with the plugin's settings."""
+        """Return a region with the plugin's settings."""
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         return autocast(self.device, dtype, policy=self.policy)

@@ -15,6 +15,7 @@ from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
 from ampkit.integrations._precision_plugin import checked_scaler
+from ampkit.integrations.keep_in_fp32 import keep_in_fp32
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast as region_type
@@ -38,7 +39,7 @@ def use_ampkit(
     Its `AutocastKwargs` and `GradScalerKwargs` apply. `mixed_precision="fp16"` also trains on a CPU, where Accelerate
     itself does not; with "no", for a float32 baseline, the accelerator is unchanged. `optimizer_step_was_skipped` also
     sees steps that fused optimizers and `ampkit.optim` skip on the device; reading it then synchronizes. Modules that a
-    model declares to be kept in float32 are kept (`Policy.keep_in_fp32`), except under FSDP and torch's own policy.
+    model declares to be kept in float32 are kept (`keep_in_fp32`), except under FSDP and torch's own policy.
 
     Args:
         accelerator: an accelerator that has prepared nothing yet.
@@ -86,7 +87,7 @@ def use_ampkit(
 
 
 def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScaler | None:
-    """`scaler`, else in float16 one made of `GradScalerKwargs`, in bfloat16 the one that the user has set."""
+    """Return `scaler`, or in float16 one made of `GradScalerKwargs`, in bfloat16 the one that the user has set."""
     is_float16 = accelerator.mixed_precision == "fp16"
     set_by_user: Any = None if is_float16 else accelerator.scaler
     scaler = checked_scaler(scaler or set_by_user)
@@ -104,19 +105,19 @@ class _Methods(Accelerator):
 
     _ampkit_dtype: dtype
     _ampkit_policy: Policy | None
-    _ampkit_autocast_policy: Policy | None  # `_ampkit_policy`, and what the prepared models keep in float32
+    _ampkit_autocast_policy: Policy | None  # `_ampkit_policy`, with the float32 rules of the prepared models
 
     def _region(self, policy: Policy | None, handler: AutocastKwargs | None) -> region_type:
         settings = {} if handler is None else handler.to_kwargs()
         return region_type(self.device.type, self._ampkit_dtype, policy=policy, **settings)
 
     def _keeping(self, policy: Policy | None, model: Module) -> Policy | None:
-        """The policy with float32 rules for the modules that a model declares to be kept in float32."""
+        """Return the policy with float32 rules for the modules that a model declares to be kept in float32."""
         base_policy = policy or Policy.default(self.device.type)
         # FSDP casts the weights of every module itself.
         if base_policy.base == "torch" or self.distributed_type == DistributedType.FSDP:
             return policy
-        keeping = base_policy.keep_in_fp32(model, self._ampkit_dtype)
+        keeping = keep_in_fp32(base_policy, model, self._ampkit_dtype)
         return policy if keeping is base_policy else keeping
 
     @contextmanager
@@ -137,7 +138,7 @@ class _Methods(Accelerator):
         return super().prepare_model(model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients before they are clipped, also in bfloat16 with a scaler, where Accelerate does not."""
+        """Unscale gradients before they are clipped, in bfloat16 with a scaler too, unlike Accelerate."""
         if self.scaler is None:
             return
         optimizers = self._optimizers if optimizer is None else optimizer
@@ -147,7 +148,7 @@ class _Methods(Accelerator):
             self.scaler.unscale_(inner)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as Accelerate does; the optimizer then knows whether its step was skipped."""
+        """Prepare as Accelerate does, with the scaler's `step_was_skipped`."""
         optimizer = super().prepare_optimizer(*args, **kwargs)
         if self.scaler is not None and type(optimizer) is AcceleratedOptimizer:
             optimizer.__class__ = _Optimizer
@@ -155,7 +156,7 @@ class _Methods(Accelerator):
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """Asks the scaler whether a step was taken. Accelerate asks whether `step` ran; that of a fused one always runs."""
+    """Reads skipped steps from the scaler. Accelerate notes whether `step` ran, and a fused one always runs."""
 
     scaler: GradScaler
 

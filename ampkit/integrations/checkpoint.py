@@ -61,7 +61,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 continue
             value = self.state_dict.pop(name)
             *parent, last = self.mappings[name]
-            if kind[1] == OWN_KEY:  # `load_state_dict` of the scaler sees what torch's has
+            if kind[1] == OWN_KEY:  # `load_state_dict` of the scaler gets the entries of torch's
                 self._at(parent[: parent.index(OWN_KEY)]).pop(OWN_KEY, None)
             elif str(last).endswith("remainder") and isinstance(value, Tensor):
                 with torch.no_grad():
@@ -84,7 +84,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.mappings[prefix + name], self.state_dict[prefix + name] = (*path, name), None
 
     def _kind(self, path: tuple[Any, ...]) -> tuple[str, str] | None:
-        """The object that an entry belongs to, by its path, and what the entry is; None if it may not be absent."""
+        """Return the path of an entry's object and the kind of the entry; None if it may not be absent."""
         if OWN_KEY in path:
             owner = path[: path.index(OWN_KEY)]
             state = self._at(owner)
@@ -100,7 +100,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return (_joined((*owner, "state")), name) if is_optimizer else None
 
     def _at(self, path: Any) -> Any:
-        """The object at a path of the nested state."""
+        """Return the object at a path of the nested state."""
         found: Any = self.original_state_dict
         for key in path:
             found = found[key]
@@ -108,12 +108,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _joined(path: tuple[Any, ...]) -> str:
-    """A path as DCP writes it."""
+    """Return a path as DCP writes it."""
     return ".".join(map(str, path))
 
 
 def _is_of(name: str, kind: tuple[str, str]) -> bool:
-    """Whether an entry of a checkpoint is of this kind and object."""
+    """Return whether an entry of a checkpoint is of this kind and object."""
     owner, what = kind
     if what == OWN_KEY:
         return name.startswith(f"{owner}.{OWN_KEY}." if owner else f"{OWN_KEY}.")

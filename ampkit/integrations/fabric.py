@@ -16,7 +16,7 @@ class MixedPrecision(PrecisionPlugin, FabricMixedPrecision):
 
     `fabric.clip_gradients` works with `fused=True` and `ampkit.optim`. When an overflow makes the norm infinite, it
     raises, unless `error_if_nonfinite=False`; the scaler would skip that step. To keep the scale in a checkpoint, save
-    and load the plugin beside the model: `fabric.save(path, {"model": model, "precision": plugin})`.
+    and load the plugin with the model: `fabric.save(path, {"model": model, "precision": plugin})`.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".

@@ -26,7 +26,7 @@ def use_ampkit(
     `TrainingArguments` still select the precision: `bf16=True`, `fp16=True`, or neither, which leaves the trainer
     unchanged. Clipping, `grad_norm`, schedulers and checkpoints work as before; with a scaler the logs also have
     `loss_scale` and `skipped_steps`. Modules that the model declares to be kept in float32 are kept
-    (`Policy.keep_in_fp32`), except under FSDP and torch's own policy: T5 trains in float16.
+    (`keep_in_fp32`), except under FSDP and torch's own policy: T5 trains in float16.
 
     Args:
         trainer: a trainer that has not trained yet.

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ampkit.amp import initialize
 from ampkit.containers import cast_tree
+from ampkit.half_precision.check_half import check_half
 from ampkit.half_precision.half import half
 from tests.helpers.half_models import both_dtypes
 
@@ -120,11 +122,110 @@ def test_masks_saturate_and_infinities_stay() -> None:
     model = nn.Module()
     values = torch.tensor([torch.finfo(torch.float32).min, -1e9, 1e5, float("inf"), float("nan"), 1.0])
     model.register_buffer("mask", values)
-    low = half(model).mask
+    low = half(model, buffers="all").mask
     assert low[:4].tolist() == [-65504.0, -65504.0, 65504.0, float("inf")]
     assert torch.isnan(low[4])
-    wide = half(model, torch.bfloat16).mask
+    wide = half(model, torch.bfloat16, buffers="all").mask
     assert wide[0] == torch.finfo(torch.bfloat16).min
+
+
+class Rotary(nn.Module):
+    """Projects, and multiplies with the cosines of rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, 64, 2) / 64), persistent=False)
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1])[:, None] * self.inv_freq.float()
+        return self.proj(x) * angle.cos().to(x.dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize("level", ["half", "O2", "O3"])
+def test_rotary_frequencies_keep_their_digits(level: str, dtype: torch.dtype) -> None:
+    """In 16 bits the angle at position 4095 is off by radians."""
+    model, x = Rotary(), torch.randn(1, 4096, 32)
+    expected, frequencies = model(x), model.inv_freq.clone()
+    low: Any = half(model, dtype) if level == "half" else initialize(model, None, level, dtype=dtype, verbosity=0)
+    assert low.proj.weight.dtype is dtype
+    assert low.inv_freq.dtype is torch.float32
+    assert torch.equal(low.inv_freq, frequencies)
+    assert torch.nn.functional.cosine_similarity(low(x).float()[0], expected[0]).min() > 0.999
+    rounded = half(Rotary(), dtype, buffers="all")
+    assert rounded.inv_freq.dtype is dtype
+    assert torch.nn.functional.cosine_similarity(rounded(x).float()[0], Rotary()(x)[0]).min() < 0.9
+
+
+LARGE = torch.finfo(torch.float32).min
+BUFFERS: dict[str, tuple[Tensor, bool]] = {  # whether 16 bits hold the values, or the buffer is a mask
+    "causal": (torch.ones(4, 4).tril(), True),
+    "of -10000": (torch.tensor([0.0, -10000.0]), True),
+    "of -1e9": (torch.tensor([0.0, -1e9]), True),
+    "of the smallest": (torch.tensor([0.0, LARGE]), True),
+    "of -inf": (torch.tensor([0.0, -torch.inf, torch.nan]), True),
+    "blur": (torch.tensor([1.0, 2.0, 1.0]) / 16, True),
+    "empty": (torch.ones(0), True),
+    "double": (torch.ones(2, 2, dtype=torch.float64).tril(), True),
+    "counter": (torch.zeros(3), False),
+    "average": (torch.ones(2, 2), False),
+    "one value": (torch.tensor([0.5, 0.5]), True),
+    "one inexact value": (torch.tensor(0.1), False),
+    "mean": (torch.tensor([0.485, 0.456, 0.406]), False),
+    "large": (torch.tensor([0.0, 70001.0]), False),
+    "two large": (torch.tensor([0.0, -20001.0, -30001.0]), False),
+    "a digit more": (torch.tensor([0.0, 1.0 + 2.0**-12]), False),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+@both_dtypes
+def test_buffers_that_16_bits_would_change_keep_their_dtype(name: str, dtype: torch.dtype) -> None:
+    """`buffers` chooses otherwise. Kept modules keep theirs in float32."""
+    values, follows = BUFFERS[name]
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("values", values)
+    for buffers, converted in (("exact", follows), ("all", True), ("none", False)):
+        low = half(model, dtype, buffers=buffers)[0]
+        assert low.values.dtype is (dtype if converted else values.dtype)
+        assert low.weight.dtype is dtype
+        assert converted or torch.equal(low.values.nan_to_num(), values.nan_to_num())
+        assert half(model, dtype, "0", buffers=buffers)[0].values.dtype is torch.float32
+
+
+@pytest.mark.parametrize("buffers", ["exact", "none"])
+@both_dtypes
+def test_statistics_of_a_norm_follow_its_weights(dtype: torch.dtype, buffers: Any) -> None:
+    """Its kernels do not take float32 statistics beside 16-bit weights."""
+    for norm in (nn.BatchNorm1d(3), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)):
+        norm.running_mean.fill_(0.3)
+        low = half(norm, dtype, (), buffers=buffers).eval()
+        assert low.running_mean.dtype is low.weight.dtype is dtype
+        assert low(torch.randn(4, 3, 5)).dtype is dtype
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.485, 0.456]))
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x - self.mean)
+
+
+def test_an_error_of_mixed_dtypes_names_the_buffers_that_were_not_converted() -> None:
+    model, x = Normalized(), torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        half(model, torch.bfloat16)(x)
+    (note,) = caught.value.__notes__
+    assert "because torch.bfloat16 may change their values: mean (torch.float32); cast the result" in note
+    for working in (half(model, torch.bfloat16, buffers="all"), half(model, torch.bfloat16, in_region=True)):
+        torch.testing.assert_close(working(x).float(), model(x), rtol=0.02, atol=0.02)
+    with pytest.raises(RuntimeError, match="must have the same dtype") as caught:
+        half(Net(), torch.bfloat16).block(torch.ones(1, 6))
+    assert not hasattr(caught.value, "__notes__")
 
 
 class Noted(nn.Linear):
@@ -205,12 +306,29 @@ def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> Non
     assert params[0].dtype is torch.bfloat16
 
 
+def test_models_with_modules_of_torchscript_are_refused() -> None:
+    model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(3, 3))), nn.Linear(3, 3))
+    for convert in (half, initialize_o2, lambda model: check_half(model, torch.ones(2, 3))):
+        with pytest.raises(
+            RuntimeError, match=r"module 0\.0 is scripted or traced.*convert the model before torch\.jit"
+        ):
+            convert(model)
+        with pytest.raises(RuntimeError, match="this module is scripted or traced: TorchScript runs its forward"):
+            convert(torch.jit.script(nn.Linear(3, 3)))
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def initialize_o2(model: nn.Module) -> None:
+    initialize(model, opt_level="O2")
+
+
 def test_what_half_refuses() -> None:
     model, tied = Net(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
     for refused, error, message in (
         (lambda: half("model"), TypeError, r"half takes an nn.Module, got str"),  # type: ignore[arg-type]
         (lambda: half(model, torch.float32), ValueError, r"dtype is torch.float32; expected torch.float16, torch.bf"),
+        (lambda: half(model, buffers="some"), ValueError, "buffers is 'some'; expected 'exact', 'all' or 'none'"),  # type: ignore[arg-type]
         (lambda: half(model, cast_outputs=torch.int8), ValueError, r"cast_outputs is torch.int8; expected a dtype"),
         (lambda: half(model, keep_fp32="blocks.*"), ValueError, r"pattern 'blocks.\*' names no module of this Net;"),
         (lambda: half(model, keep_fp32=[nn.Linear(1, 1)]), ValueError, "holds a Linear that is not part of this Net"),
@@ -220,5 +338,6 @@ def test_what_half_refuses() -> None:
     ):
         with pytest.raises(error, match=message):
             refused()
-    with torch.device("meta"):  # is converted unseen
-        assert half(Net()).conv.weight.dtype is torch.float16
+    with torch.device("meta"):  # parameters are converted unseen
+        low = half(Net())
+        assert (low.conv.weight.dtype, low.mask.dtype) == (torch.float16, torch.float32)

@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ampkit import optim
 from ampkit.amp import loss_scalers
+from ampkit.amp.fp16_optimizer import FP16Optimizer
+from ampkit.gradients.collect import masters_of
 from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.half_models import OPTIMIZERS, backward, batches, both_dtypes, loss_of, make_half, set_up
@@ -88,34 +90,6 @@ def test_gradients_are_widened_unscaled_added_and_checked(broken: int | None, in
     torch.testing.assert_close(grads, totals, rtol=0, atol=0, equal_nan=True)
 
 
-def test_closures_are_followed_and_skipped_as_a_whole() -> None:
-    """LBFGS evaluates many times within a step, each time on the masters' values, rounded. Evaluations write trial
-    values into the model; one that overflows under a scaler takes them back."""
-    model = make_half().eval()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
-    masters, scaler = MasterWeights(optimizer), GradScaler("cpu", init_scale=2.0**8)
-    seen, bad = [], []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        for half, master in zip(masters.model_parameters(), masters.masters(), strict=True):
-            assert torch.equal(half, master.to(half.dtype))
-        loss = loss_of(model)
-        seen.append(loss.item())
-        scaler.scale(loss * (torch.inf if len(seen) in bad else 1.0)).backward()
-        return loss
-
-    for _ in range(3):
-        scaler.step(optimizer, closure)
-        scaler.update()
-    assert len(seen) > 6
-    assert seen[-1] < seen[0] / 10
-    before = [p.detach().clone() for p in (*model.parameters(), *masters.masters())]
-    bad.append(len(seen) + 2)
-    assert scaler.step(optimizer, closure) is None
-    torch.testing.assert_close([*(*model.parameters(), *masters.masters())], [*before], rtol=0, atol=0)
-
-
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="Triton does not interpret here")
 def test_a_lazily_negated_gradient_arrives_with_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels read memory, which holds the values without the sign."""
@@ -149,8 +123,60 @@ def test_groups_that_join_later_and_thawed_parameters_get_masters() -> None:
     assert torch.equal(extra.weight, master.bfloat16())
     assert optimizer.state[master]["exp_avg"].dtype is torch.float32
     optimizer.add_param_group({"params": [extra.weight]})
-    with pytest.raises(RuntimeError, match=r"of shape \(10, 10\) was given to the optimizer a second time, beside"):
+    with pytest.raises(RuntimeError, match=r"of shape \(10, 10\) was given to the optimizer a second time, in"):
         optimizer.step()
+
+
+def channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+def vector(model: nn.Module) -> None:
+    """Every parameter becomes a view of one tensor, half as large as before."""
+    params = [param for param in model.parameters() if param.dtype is torch.bfloat16]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params).detach() * 0.5, params)
+
+
+def data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+def with_masters(optimizer: Any, model: nn.Module) -> tuple[Any, Callable[[Tensor], None], list[nn.Parameter]]:
+    return model, Tensor.backward, MasterWeights(optimizer).masters()
+
+
+def with_o2(optimizer: Any, model: nn.Module) -> tuple[Any, Callable[[Tensor], None], list[nn.Parameter]]:
+    masters = masters_of(optimizer)
+    return model, lambda loss: backward(loss, optimizer), masters.masters()
+
+
+def with_fp16_optimizer(optimizer: Any, model: nn.Module) -> tuple[Any, Callable[[Tensor], None], list[nn.Parameter]]:
+    wrapped = FP16Optimizer(optimizer, static_loss_scale=8.0)
+    return model, wrapped.backward, wrapped.masters.masters()
+
+
+@pytest.mark.parametrize("replace", [channels_last, vector, data])
+@pytest.mark.parametrize("wrap", [with_masters, with_o2, with_fp16_optimizer])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_model_whose_storage_is_replaced_is_still_updated(kind: str, wrap: Any, replace: Any) -> None:
+    """New values that come with the storage reach the masters."""
+    if wrap is with_o2:
+        model, optimizer = set_up("O2", None, lambda net: OPTIMIZERS[kind](net.parameters()), dtype=torch.bfloat16)
+    else:
+        model = make_half()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+    model, run_backward, masters = wrap(optimizer, model)
+    for index, batch in enumerate(batches(4)):
+        if index == 1:
+            replace(model)
+        before = model.conv.weight.detach().clone()
+        optimizer.zero_grad()
+        run_backward(loss_of(model, batch))
+        optimizer.step()
+        assert not torch.equal(model.conv.weight, before)
+        assert torch.equal(model.conv.weight, masters[0].bfloat16())
+        assert (model.conv.weight - before).abs().max() < 0.06
 
 
 def test_sparse_gradients_become_dense() -> None:
@@ -232,6 +258,11 @@ def test_what_is_refused() -> None:
             refused()
     torch.testing.assert_close([*before], [*masters.masters()], rtol=0, atol=0)
     assert torch.float32 not in {param.dtype for param in remainders.param_groups[0]["params"] if param.ndim > 1}
+    for step in (lambda: optimizer.step(lambda: 1.0), lambda: optimizer.step(closure=lambda: 1.0)):
+        with pytest.raises(
+            RuntimeError, match=r"SGD.step got a closure, .*; run backward first and call step\(\) without"
+        ):
+            step()
     loss_of(model).backward()
     torch.utils.swap_tensors(masters.masters()[-1], nn.Parameter(torch.ones(10, device="meta")))  # as if it had moved
     with pytest.raises(RuntimeError, match=r"is on cpu, its float32 master on meta; move the model before"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import dtype_times
-from ampkit.dtype_times import DtypeTime
+from ampkit import doctor
+from ampkit.doctor import FormatTime
 from examples import demo
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_the_digits_are_learned_and_the_fault_is_named(
 ) -> None:
     """In an eighth of its steps: every run learns, the loss scale grows until steps are skipped, all is recorded."""
     monkeypatch.setattr(demo, "GROWTH_INTERVAL", 4)
-    monkeypatch.setattr(dtype_times, "measure", lambda device: measured(float16=40.0, native=False))
+    monkeypatch.setattr(doctor, "measure", lambda device: measured(float16=40.0, native=False))
     results = run_demo(tmp_path, "--model", "digits", "--steps", "40", "--dtype", "fp16")
     runs = results["tasks"]["digits"]["runs"]
     assert [run["dtype"] for run in runs] == ["fp32", "fp16", "fp16"]
@@ -87,10 +87,10 @@ def test_the_digits_are_learned_and_the_fault_is_named(
     assert re.search(r"times for digits; this device emulates fp16, so this says nothing about one that", printed)
 
 
-def measured(bfloat16: float = 0.5, float16: float = 0.5, native: bool = True) -> list[DtypeTime]:
+def measured(bfloat16: float = 0.5, float16: float = 0.5, native: bool = True) -> dict[str, FormatTime]:
     """Times beside float32's 1 ms; `native` is float16's."""
-    rows = zip(dtype_times.DTYPES, (True, True, native), (1.0, bfloat16, float16), strict=True)
-    return [DtypeTime(dtype, known, took, took) for dtype, known, took in rows]
+    took = {"float32": (True, 1.0), "bfloat16": (True, bfloat16), "float16": (native, float16)}
+    return {name: FormatTime(known, milliseconds, milliseconds) for name, (known, milliseconds) in took.items()}
 
 
 def test_the_dtype_is_the_faster_one() -> None:
@@ -112,7 +112,7 @@ def test_the_text_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             return demo.CharGPT(len(self.alphabet), width=32, depth=1, heads=2)
 
     monkeypatch.setitem(demo.TASKS, "gpt", Short)
-    monkeypatch.setattr(dtype_times, "measure", lambda device: measured(float16=40.0, native=False))
+    monkeypatch.setattr(doctor, "measure", lambda device: measured(float16=40.0, native=False))
     runs = run_demo(tmp_path, "--model", "gpt", "--steps", "12")["tasks"]["gpt"]["runs"]
     assert [run["dtype"] for run in runs] == ["fp32", "bf16", "bf16"]
     bits = [run["held_out"] for run in runs]

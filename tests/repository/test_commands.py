@@ -5,16 +5,17 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ampkit
 import ampkit_kernels
-from ampkit import doctor, dtype_times
+from ampkit import doctor
 from ampkit.__main__ import COMMANDS, main
 from ampkit.dispatch import self_check
-from ampkit.dtype_times import DtypeTime
+from ampkit.doctor import FormatTime
 
 Run = Callable[..., str]
 
@@ -46,7 +47,7 @@ def test_doctor_notices_a_wrong_result_and_an_exception(monkeypatch: pytest.Monk
     monkeypatch.setattr(ampkit.GradScaler, "clip_grad_norm_", lambda self, optimizer, norm: self.unscale_(optimizer))
     monkeypatch.setattr(ampkit.optim.AdamW, "step", broken)
     text = run("doctor", code=1)
-    assert "FAIL     unscale, clip and skip: differs from float64 by" in text
+    assert "FAIL     unscale, clip and skip: differs from the expected result by" in text
     assert "FAIL     AdamW step: RuntimeError: no kernel image" in text
     assert text.endswith("\nsomething is wrong: see above\n")
 
@@ -64,31 +65,90 @@ def test_doctor_lets_the_self_check_decide_for_a_newer_torch(monkeypatch: pytest
     assert "; this one is too old" in run("doctor", code=1)
 
 
-def test_doctor_says_where_bfloat16_is_emulated_and_why_triton_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
-    """On a T4 or V100 `torch.cuda.is_bf16_supported()` is True, and each bfloat16 product takes many times as long."""
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    """Have the doctor find one GPU, without checks and with given times."""
     monkeypatch.setattr(doctor, "devices", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(doctor, "CHECKS", {})
-    monkeypatch.setattr(dtype_times, "measure", lambda device: timed(1, 5, 0.5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(doctor, "measure", lambda device: timed(1, 5, 0.5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(ampkit_kernels, "why_not_triton", lambda device: "too old")
-    for capability, emulated in (((7, 5), True), ((8, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        text = run("doctor")
-        assert f"cuda:0: Some GPU, compute capability {capability[0]}.{capability[1]}\n" in text
-        assert ("bfloat16 is only emulated here and very slow" in text) is emulated
-        assert "  kernels  PyTorch: too old\n" in text
-        advice = (
-            "train in float16 with a GradScaler: it takes 0.50 of float32's time, and bfloat16 10 times float16's\n"
-        )
-        assert f"  advice   {advice}" in text
 
 
-def timed(*milliseconds: float, native: tuple[bool | None, ...] = (True, True, True)) -> list[DtypeTime]:
+@pytest.mark.parametrize(("capability", "emulated"), [((7, 5), True), ((8, 0), False)])
+def test_doctor_says_where_bfloat16_is_emulated_whether_tf32_is_allowed_and_why_triton_is_not_used(
+    capability: tuple[int, int], emulated: bool, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """On a T4 or V100 `torch.cuda.is_bf16_supported()` is True, and each bfloat16 product takes many times as long."""
+    on_a_gpu(monkeypatch, "Tesla T4", capability)
+    text = run("doctor")
+    assert f"cuda:0: Tesla T4, compute capability {capability[0]}.{capability[1]}\n" in text
+    assert ("bfloat16 is only emulated here and very slow" in text) is emulated
+    tf32 = "TF32 is off in float32 matrix products and is allowed in convolutions: torch.backends.cuda.matmul.fp32_prec"
+    assert (tf32 in text) is not emulated
+    assert "  kernels  PyTorch: too old\n" in text
+    advice = "train in float16 with a GradScaler: it takes 0.50 of float32's time, and bfloat16 10 times float16's\n"
+    assert f"  advice   {advice}" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce GTX 1660 Ti", "NVIDIA GeForce GTX 1650", "Quadro T2000", "NVIDIA T600"]
+)
+def test_doctor_warns_of_cards_that_compute_float16_wrongly(
+    name: str, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    on_a_gpu(monkeypatch, name, (7, 5))
+    assert "  advice   train in float32: float16 convolutions are known to give NaN on this series" in run("doctor")
+
+
+@pytest.mark.parametrize(("operator", "checked"), [("__matmul__", "matrix product"), ("conv2d", "convolution")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_doctor_notices_wrong_16_bit_results(
+    operator: str, checked: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """As GTX 16 cards give: NaN in some elements."""
+    owner: Any = torch.Tensor if operator == "__matmul__" else torch.nn.functional
+    right = getattr(owner, operator)
+
+    def wrong(*args: torch.Tensor, **options: Any) -> torch.Tensor:
+        result = right(*args, **options)
+        return result.masked_fill(result > result.max() / 2, torch.nan) if result.dtype is dtype else result
+
+    monkeypatch.setattr(doctor, "measure", lambda device: timed(1, 1, 1))
+    monkeypatch.setattr(owner, operator, wrong)
+    failed = [line for line in run("doctor", code=1).splitlines() if line.startswith("  FAIL")]
+    name = f"{str(dtype).removeprefix('torch.')} {checked}"
+    assert [line.split(", allowed")[0] for line in failed] == [
+        f"  FAIL     {name}: differs from the expected result by nan"
+    ]
+
+
+def timed(*milliseconds: float, native: tuple[bool | None, ...] = (True, True, True)) -> dict[str, FormatTime]:
     """Times of float32, bfloat16 and float16, alike for product and convolution."""
-    rows = zip(dtype_times.DTYPES, native, milliseconds, strict=True)
-    return [DtypeTime(dtype, known, took, took) for dtype, known, took in rows]
+    rows = zip(("float32", "bfloat16", "float16"), native, milliseconds, strict=True)
+    return {name: FormatTime(known, took, took) for name, known, took in rows}
+
+
+def test_tf32_is_timed_where_it_exists_and_float32_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[tuple[str, str], int] = {}
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    before = [switch.fp32_precision for switch in switches]
+
+    def noted(job: Callable[[], object], device: torch.device) -> float:
+        key = tuple(switch.fp32_precision for switch in switches)
+        seen[key] = seen.get(key, 0) + 1
+        return 1.0
+
+    monkeypatch.setattr(doctor, "_timed", noted)
+    monkeypatch.setattr(doctor, "_jobs", lambda device, dtype: (lambda: None, lambda: None))
+    for capability, formats in (((7, 5), 3), ((8, 0), 4)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        times = doctor.measure(torch.device("cuda", 0), repeats=1)
+        assert ("TF32" in times, len(times)) == (formats == 4, formats)
+        assert seen.pop(("ieee", "ieee")) == 12
+        assert seen.pop(("tf32", "tf32"), 0) == (4 if formats == 4 else 0)
+        assert not seen
+    assert [switch.fp32_precision for switch in switches] == before
 
 
 @pytest.mark.parametrize(
@@ -107,8 +167,8 @@ def timed(*milliseconds: float, native: tuple[bool | None, ...] = (True, True, T
 def test_the_advice_is_the_fastest_dtype(times: tuple[float, ...], best: str, says: str) -> None:
     """On a CPU with AVX-512 BF16, a GPU, an older GPU, and a CPU without 16-bit instructions."""
     measured = timed(*times, native=(True, True, times[2] < 1))
-    assert dtype_times.best_dtype(measured) == getattr(torch, best)
-    advice = dtype_times.advice(measured)
+    assert doctor.best_dtype(measured) == getattr(torch, best)
+    advice = doctor.advice(measured)
     assert advice.startswith(f"train in {best}")
     assert advice.endswith(says)
 
@@ -140,7 +200,7 @@ def test_doctor_times_each_dtype_and_prints_json(run: Run, monkeypatch: pytest.M
     def out_of_memory(device: torch.device) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(dtype_times, "measure", out_of_memory)
+    monkeypatch.setattr(doctor, "measure", out_of_memory)
     text = run("doctor")
     assert "  not timed: OutOfMemoryError: no memory left\n" in text
     assert text.endswith("\nall well\n")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from ampkit.half_precision.master_weights import MasterWeights
 from ampkit.optim import AdamW
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.scaler_tools import alike
@@ -137,26 +136,6 @@ def test_nothing_is_written_where_the_first_evaluation_comes_before_any_change(m
     assert param._version == version
     assert {name for name, value in optimizer.state[param].items() if value is not state[name]} == set()
     assert not isinstance(optimizer, AdamW) or torch.equal(optimizer.masters()[param], masters)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.LBFGS])
-def test_weights_loaded_into_a_model_with_masters_outlast_a_skipped_step(cls) -> None:
-    param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    optimizer, scaler = cls([param], lr=0.1), GradScaler("cpu")
-    MasterWeights(optimizer)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (param.float() ** 2).sum() * (math.inf if param[0] == 5 else 1)
-        scaler.scale(loss).backward()
-        return loss
-
-    for value in (2.0, 5.0):
-        with torch.no_grad():
-            param.fill_(value)
-        scaler.step(optimizer, closure)
-        scaler.update()
-    assert (scaler.stats().skips, param.tolist()) == (1, [5.0, 5.0])
 
 
 def test_a_closure_without_the_scaler_is_checked_and_not_divided() -> None:

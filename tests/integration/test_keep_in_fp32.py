@@ -1,4 +1,4 @@
-"""`Policy.keep_in_fp32`: the modules that a model of transformers asks to keep in float32, as rules for modules."""
+"""`keep_in_fp32`: the modules that a model of transformers asks to keep in float32, as rules for modules."""
 
 import re
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ampkit import Policy, autocast
+from ampkit.integrations.keep_in_fp32 import keep_in_fp32
 
 PLAIN = Policy.default("cpu")
 
@@ -27,7 +28,7 @@ class Wanting(nn.Module):
 
 
 def kept_paths(model: nn.Module, dtype: Any) -> list[str]:
-    return [path for rule in PLAIN.keep_in_fp32(model, dtype).check().rules for path in rule.modules]
+    return [path for rule in keep_in_fp32(PLAIN, model, dtype).check().rules for path in rule.modules]
 
 
 @pytest.mark.parametrize(
@@ -62,19 +63,19 @@ def test_patterns_find_modules(wanted: Any, modules: list[str]) -> None:
 
 def test_the_policy_stays_data() -> None:
     model = Wanting(["wo", "layers.1.q"])
-    policy = PLAIN.keep_in_fp32(model, "fp16")
+    policy = keep_in_fp32(PLAIN, model, "fp16")
     assert str(policy.check()).splitlines() == [
         f"'{path}': torch.float32: {path}" for path in ("layers.0.wo", "layers.1.q", "layers.1.wo")
     ]
     assert Policy.from_dict(policy.to_dict(), model) == policy
-    assert policy.keep_in_fp32(model, "fp16") is policy
+    assert keep_in_fp32(policy, model, "fp16") is policy
 
 
 def test_rules_of_the_policy_and_modules_of_16_bits_stay() -> None:
     model = Wanting(["wo", "gate"])
     model.gate.bfloat16()
     compiled: Any = torch.compile(model)
-    kept = PLAIN.for_modules(model, {"layers.0.wo": "bf16"}).keep_in_fp32(compiled, "fp16")
+    kept = keep_in_fp32(PLAIN.for_modules(model, {"layers.0.wo": "bf16"}), compiled, "fp16")
     assert [(rule.key, rule.value) for rule in kept.check().rules] == [
         ("'layers.0.wo'", torch.bfloat16),
         ("'layers.1.wo'", torch.float32),
@@ -98,7 +99,7 @@ def test_a_rule_for_a_container_is_one_for_its_modules() -> None:
     """Which have nearer ones of their own."""
     model = Experts()
     for policy in (
-        PLAIN.keep_in_fp32(model, "fp16"),
+        keep_in_fp32(PLAIN, model, "fp16"),
         PLAIN.for_modules(model, {"experts": "fp32"}),
         PLAIN.for_modules(model, {nn.ModuleList: "fp32", "experts.1": torch.float32}),
     ):
@@ -109,13 +110,31 @@ def test_a_rule_for_a_container_is_one_for_its_modules() -> None:
     with autocast("cpu", torch.float16, policy=policy):
         assert model(torch.ones(1, 4))[0].dtype is torch.float32
     bound = PLAIN.for_modules(model, {"experts": "bf16"})
-    assert bound.keep_in_fp32(model, "fp16") is bound
+    assert keep_in_fp32(bound, model, "fp16") is bound
+
+
+class Computing(nn.Module):
+    """Its names depend on the model, as a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wo, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    @property
+    def _keep_in_fp32_modules(self) -> list[str]:
+        return [name for name, _ in self.named_children() if name == "wo"]
+
+
+def test_names_may_be_a_property() -> None:
+    assert kept_paths(Computing(), "float16") == ["wo"]
+    assert kept_paths(nn.ModuleDict({"inner": Computing()}), "float16") == ["inner.wo"]
+    assert kept_paths(Computing(), "bfloat16") == []
 
 
 def test_refusals() -> None:
     with pytest.raises(TypeError, match="keep_in_fp32 takes a model; got dict"):
-        PLAIN.keep_in_fp32({}, "fp16")  # pyright: ignore[reportArgumentType]
+        keep_in_fp32(PLAIN, {}, "fp16")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"dtype is 'half'; expected the region's, torch.float16 or"):
-        PLAIN.keep_in_fp32(Wanting(), "half")
+        keep_in_fp32(PLAIN, Wanting(), "half")
     with pytest.raises(ValueError, match=r"_modules of Wanting has \['wo', '\(q'\]; expected regular"):
-        PLAIN.keep_in_fp32(Wanting(["wo", "(q"]), "fp16")
+        keep_in_fp32(PLAIN, Wanting(["wo", "(q"]), "fp16")
