@@ -5,8 +5,7 @@ An optimizer's stage is READY after `update()`, UNSCALED after `unscale_` or cli
 A step is skipped if a gradient is inf or NaN, or the norm is above `skip_above`:
 
 1. `_maybe_opt_step` reads the flag and does not call the optimizer. `_step_on_device` calls an optimizer that skips on
-   the device, with the flag. `_step_with_closure` ends a step whose loss or gradients were not finite, and undoes it.
-   Parameters and optimizer state are as before the step.
+   the device, with the flag. Parameters and optimizer state are as before the step.
 2. `_count` counts inf and NaN for `overflow_report`, while the gradients are there.
 3. `_note_step` notes the end of the step for `found_inf`, `stepped`, `stats` and `history`. It tells torch's learning
    rate schedulers that `step` was called, and calls `on_stuck` if the scale can hardly fall further.
@@ -31,14 +30,13 @@ from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
 from ampkit.containers import map_tensors
-from ampkit.gradients import clipping, closures, ranks, step_contract
+from ampkit.gradients import clipping, ranks, step_contract
 from ampkit.gradients.collect import (
     Gradients,
     check_finite,
     collect,
     combined,
     host_value_or_none,
-    merged,
     moved,
     parameters,
     take_master_gradients,
@@ -131,7 +129,6 @@ class GradScaler(ScalerAnswers):
         """
         if not self._enabled:
             return outputs
-        self._scale_calls += 1
         if self._notes:
             note_backward(self._by_mark)
         copies: dict[torch.device, Tensor] = {}
@@ -476,30 +473,27 @@ class GradScaler(ScalerAnswers):
         optimizers (`fused=True`, `ampkit.optim`) skip on the device and never synchronize; others cost one read from
         the device, two if the step is skipped or has a `skip_above`.
 
-        With a closure, as LBFGS and SAM take it, each evaluation is unscaled, checked and read once. The closure calls
-        `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite evaluation ends the step, restores
-        parameters and optimizer state, and sets the optimizer's gradients to None.
-
         Args:
             optimizer: the optimizer to step.
-            args, kwargs: passed to `optimizer.step`; a closure goes first or by keyword.
+            args, kwargs: passed to `optimizer.step`, without a closure.
 
         Returns:
             The result of `optimizer.step`; None if the host skipped the step.
 
         Raises:
             AssertionError: nothing has been scaled yet.
-            RuntimeError: the optimizer has been stepped in this iteration.
-            ValueError: `skip_above` with a closure, or with an optimizer whose `step` takes the scaler.
+            RuntimeError: the optimizer has been stepped in this iteration, or `step` got a closure.
+            ValueError: `skip_above` with an optimizer whose `step` takes the scaler.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure = closures.extract(args, kwargs) if args or kwargs else None
-        if closure is not None and self._skip_above is not None:
-            raise ValueError(
-                "skip_above does not support closures; use a GradScaler without skip_above for this optimizer"
+        if "closure" in kwargs or any(map(callable, args[:1])):
+            raise RuntimeError(
+                f"GradScaler.step got a closure for {type(optimizer).__name__}, whose gradients would not be unscaled; "
+                "expected gradients of a backward before it: call step(optimizer) without a closure, or use an "
+                "optimizer that needs closures (LBFGS, SAM) without a GradScaler"
             )
-        if closure is None and (self._scale is None or self._history is None):
+        if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("step")
         notes = self._notes_of(optimizer)
         state = notes.state
@@ -508,8 +502,6 @@ class GradScaler(ScalerAnswers):
                 "step() has already been called since the last update(). Call update() once per iteration, after all "
                 "optimizers have stepped."
             )
-        if closure is not None:
-            return self._step_with_closure(notes, closure, args, kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             return self._step_on_device(notes, args, kwargs)
         if state["stage"] is OptState.READY:
@@ -575,64 +567,6 @@ class GradScaler(ScalerAnswers):
         state["stage"] = OptState.STEPPED
         self._note_step(notes, found_inf, skipped=skipped)
         return result
-
-    def _step_with_closure(
-        self, notes: Notes, closure: closures.Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Step an optimizer that evaluates the loss itself, and unscale each evaluation; see `closures`."""
-        optimizer, state = notes.optimizer, notes.state
-        if self._scale_calls and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)  # a first backward outside the closure, as with SAM
-        if state["found_inf_per_device"] and self._found_inf(notes).item() != 0:
-            return self._abandon(notes)
-        self._apply_clip_factor_(notes)
-
-        def evaluate() -> Any:
-            calls = self._scale_calls
-            with torch.enable_grad():
-                loss = closure()
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(loss.device if isinstance(loss, Tensor) else self._where())
-            scale: Any = self._scale
-            if self._scale_calls > calls:
-                state["stage"] = OptState.READY
-                self.unscale_(optimizer)
-            else:  # the closure did not scale its loss: nothing to unscale, but gradients to check
-                flags = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale))
-                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
-            # The loss of this rank counts on all ranks that skip together.
-            loss_flag = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
-            if notes.agreement is not None:
-                notes.agreement.agree(loss_flag, scale.device)
-            state["found_inf_per_device"] = merged(state["found_inf_per_device"], loss_flag)
-            if self._found_inf(notes).item() != 0:
-                raise closures.NonFiniteEvaluation
-            return loss
-
-        snapshot = closures.Snapshot(optimizer)
-        args, kwargs = closures.replace(evaluate, args, kwargs)
-        try:
-            result = optimizer.step(*args, **kwargs)
-        except closures.NonFiniteEvaluation:
-            snapshot.restore()
-            return self._abandon(notes)
-        if not state["found_inf_per_device"]:
-            return self._note_no_gradients(notes)
-        state["stage"] = OptState.STEPPED
-        self._note_step(notes, self._found_inf(notes), skipped=False)
-        return result
-
-    def _abandon(self, notes: Notes) -> None:
-        """Skip a step with a closure after an evaluation that was not finite, and set its gradients to None.
-
-        Otherwise the next step would take them for gradients of a backward outside its closure, and end at once.
-        """
-        notes.state["stage"] = OptState.STEPPED
-        found_inf = self._found_inf(notes)
-        self._count(notes, found_inf, skipped=True)
-        for param in parameters(notes.optimizer):
-            param.grad = None
-        self._note_step(notes, found_inf, skipped=True)
 
     def _found_inf(self, notes: Notes) -> Tensor:
         """The flags of a record as one, 0.0 or 1.0, on the scale's device; without a scale, on the first flag's."""

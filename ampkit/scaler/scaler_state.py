@@ -42,7 +42,7 @@ class ScalerState(torch.amp.GradScaler):
       STEPPED) and "found_inf_per_device". Libraries hold, change and replace it, so it has torch's entries alone.
     - `_notes`, until `update()`: one `Notes` per record, with what the record has no entry for: a clipping factor that
       is still to be applied, the verdict of `skip_above`, the mark on the optimizer's gradients. The attributes from
-      `_scale_calls` to `_used_scale` belong to the iteration as a whole. `_begin_iteration` drops all of these.
+      `_clipped_norms` to `_used_scale` belong to the iteration as a whole. `_begin_iteration` drops all of these.
     - `_last_steps`, as long as the optimizer lives: one `LastStep` per optimizer with the end of its last step, for
       `found_inf`, `stepped` and `overflow_report`, and its last norms, for `TimesMedian`.
     - `_history`, as long as the scale: the counts of all steps and updates, and the last updates, for `stats` and
@@ -101,7 +101,6 @@ class ScalerState(torch.amp.GradScaler):
         self._states: MutableMapping[int, Any] = defaultdict(ready_record)
         self._notes: dict[int, Notes] = {}
         self._by_mark: dict[int, Notes] = {}  # the same notes by `Notes.mark`, which their gradients have
-        self._scale_calls = 0
         # The largest norms by `id(optimizer)`: returned by `clip_grad_norm_`, and judged without it.
         self._clipped_norms: dict[int, Tensor] = {}
         self._judged_norms: dict[int, Tensor] = {}

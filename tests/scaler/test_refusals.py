@@ -104,9 +104,9 @@ class TakesScaler(torch.optim.SGD):
             "skip_above does not support TakesScaler, whose step takes grad_scaler",
         ),
         (
-            lambda: started(skip_above=5.0).step(one_parameter(grad=1.0)[1], lambda: 0.0),
-            ValueError,
-            "skip_above does not support closures",
+            lambda: started().step(one_parameter(grad=1.0)[1], lambda: 0.0),
+            RuntimeError,
+            r"GradScaler.step got a closure for SGD, .*; expected .* call step\(optimizer\) without a closure",
         ),
     ],
 )

@@ -228,23 +228,6 @@ def pending_reduction(rank: int, world: int) -> None:
         assert (full(param).tolist(), scaler.stepped(optimizer)) == (expected, value == 8.0)
 
 
-def closure_on_one_rank(rank: int, world: int) -> None:
-    """One rank's loss turns NaN while its gradients stay finite: every rank must leave the step."""
-    param, evaluations = nn.Parameter(torch.ones(2)), []
-    optimizer, scaler = torch.optim.LBFGS([param], max_iter=3), GradScaler("cpu", process_group=dist.group.WORLD)
-
-    def closure() -> Any:
-        evaluations.append(1)
-        optimizer.zero_grad()
-        loss = param.square().sum()
-        scaler.scale(loss).backward()
-        return math.nan if rank == 1 and len(evaluations) == 2 else loss
-
-    assert scaler.step(optimizer, closure) is None
-    scaler.update()
-    assert (param.tolist(), scaler.get_scale(), len(evaluations)) == ([1.0, 1.0], 2.0**15, 2)
-
-
 def copying(rank: int, world: int) -> None:
     """Process groups are copied and not pickled."""
     scaler = GradScaler("cpu", process_group=dist.group.WORLD)
@@ -304,7 +287,6 @@ def gradients_placed_anew(rank: int, world: int) -> None:
         (drifted, 2),
         (several_meshes, 4),
         (pending_reduction, 2),
-        (closure_on_one_rank, 2),
         (copying, 2),
         (one_norm_is_judged, 2),
     ],
