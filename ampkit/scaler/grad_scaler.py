@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
+import ampkit_kernels
 from ampkit.containers import map_tensors
 from ampkit.gradients import clipping, ranks, step_contract
 from ampkit.gradients.collect import (
@@ -45,7 +46,7 @@ from ampkit.gradients.collect import (
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import skip_above as norm_limit
 from ampkit.scaler import state_dict_checks
-from ampkit.scaler.loss_scale import DynamicLossScale, ScaleState
+from ampkit.scaler.loss_scale import ScaleState
 from ampkit.scaler.optimizer_notes import MARK, LastStep, Notes, note_backward, refuse_claimed
 from ampkit.scaler.overflow_report import count_nonfinite
 from ampkit.scaler.scaler_answers import ScalerAnswers
@@ -74,8 +75,8 @@ class GradScaler(ScalerAnswers):
         backoff_factor: multiplies the scale after an overflow; below 1.
         growth_interval: updates in a row without overflow before the scale grows.
         enabled: False turns every method into a pass-through.
-        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis or
-            tolerance, `StaticLossScale`, or `NoOpLossScale`; None: the four numbers.
+        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds or hysteresis,
+            `StaticLossScale`, or `NoOpLossScale`; None: the four numbers.
         process_group: ranks that must skip together although each has other gradients (pipeline stages, hand-made
             shards); None: those that DTensor and FSDP1 gradients name. DDP needs no group.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
@@ -227,8 +228,8 @@ class GradScaler(ScalerAnswers):
         scale = self._scale
         if not self._rule.scales_losses:
             inv_scale = torch.ones_like(scale)
-        elif self._history.triton is not None:
-            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
+        elif (ops := ampkit_kernels.backend(scale)) is not ampkit_kernels.reference:
+            inv_scale, flag, self._used_scale = ops.inverse_scale(scale)
             return inv_scale, flag
         else:
             self._used_scale = scale.clone()
@@ -664,20 +665,7 @@ class GradScaler(ScalerAnswers):
         used = scale.clone() if self._used_scale is None else self._used_scale
         norms = self._judged_norms | self._clipped_norms
         is_due = history.note_update(used, found_inf, norms.values(), self._outlier)
-        if history.triton is not None and isinstance(rule, DynamicLossScale):
-            history.triton.update_scale_(
-                (scale, self._growth_tracker, *self._counters),
-                found_inf,
-                growth_factor=rule.growth_factor,
-                backoff_factor=rule.backoff_factor,
-                growth_interval=rule.growth_interval,
-                min_scale=rule.min_scale,
-                max_scale=rule.max_scale,
-                hysteresis=rule.hysteresis,
-                refills_when_clean=rule.hysteresis_refill == "clean",
-                tolerance=rule.tolerance,
-            )
-        elif rule.is_plain:
+        if rule.hysteresis == 1:
             update_scale_(
                 scale, self._growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
             )

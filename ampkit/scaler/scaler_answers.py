@@ -104,9 +104,9 @@ class ScalerAnswers(ScalerState):
             "skipped_steps": stats.skips,
             "outlier_steps": stats.outliers,
         }
-        rows = self.history
-        if rows and rows[-1]["grad_norm"] is not None:
-            found["grad_norm"] = rows[-1]["grad_norm"]
+        last = [] if self._history is None else self._history.rows(self._scale, 1)
+        if last and last[0]["grad_norm"] is not None:
+            found["grad_norm"] = last[0]["grad_norm"]
         return found
 
     @property
