@@ -1,7 +1,8 @@
 """Counts of a scaler's steps, skips and updates, and the last updates, read on request.
 
-An update appends a few 0-d tensors to a list, and launches nothing for them. They are added to the counts in blocks. Only `History.totals`, `History.to_dict` and `History.rows` wait for the device. Steps
-and updates inside a CUDA graph capture are not counted, and neither are its replays.
+An update appends a few 0-d tensors to a list, and launches nothing for them. Blocks of updates are added to the counts.
+Only `History.totals`, `History.to_dict` and `History.rows` wait for the device. Steps and updates inside a CUDA graph
+capture are not counted, and neither are its replays.
 """
 
 from __future__ import annotations
