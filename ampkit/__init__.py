@@ -15,11 +15,10 @@ from ampkit.region.cast_record import CastRecord
 from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import record_casts
-from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.scaler.overflow_report import OverflowReport
-from ampkit.scaler.scaler_answers import LossScaleStuckError
 from ampkit.scaler.skip_above import TimesMedian
 
 if TYPE_CHECKING:

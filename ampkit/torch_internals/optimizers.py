@@ -16,6 +16,9 @@ ready_record = _refresh_per_optimizer_state
 foreach_add_ = torch._foreach_add_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_clamp_min = torch._foreach_clamp_min
+foreach_clamp_max = torch._foreach_clamp_max
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_clamp_max_ = torch._foreach_clamp_max_
 

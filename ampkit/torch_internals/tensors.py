@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -26,20 +27,32 @@ _place: Callable[[Any], tuple[Any, Any]] = attrgetter("_spec.mesh", "_spec.place
 _shard: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 
+def dtensor_class() -> Any:
+    """The class of DTensors; None before torch has imported it, when there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    dtensor = dtensor_class()
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
 def placements_of(tensors: Sequence[Tensor]) -> list[tuple[Any, Any] | None]:
     """The mesh and the placements of each DTensor; None for any other tensor."""
-    try:
-        return list(map(_place, tensors))
-    except AttributeError:
-        return [_place(tensor) if hasattr(tensor, "_spec") else None for tensor in tensors]
+    dtensor = dtensor_class()
+    if dtensor is None:
+        return [None] * len(tensors)
+    return [_place(tensor) if isinstance(tensor, dtensor) else None for tensor in tensors]
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What `to_local` returns without autograd, for each DTensor: this rank's shard. Other tensors as they are."""
-    try:
-        return list(map(_shard, tensors))
-    except AttributeError:
-        return [_shard(tensor) if hasattr(tensor, "_local_tensor") else tensor for tensor in tensors]
+    """This rank's shard of each DTensor, as `to_local` returns it without autograd. Other tensors unchanged."""
+    dtensor = dtensor_class()
+    if dtensor is None:
+        return list(tensors)
+    return [_shard(tensor) if isinstance(tensor, dtensor) else tensor for tensor in tensors]
 
 
 def owns_its_memory(weight: Tensor) -> bool:

@@ -63,11 +63,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return counted
 
 
+@pytest.mark.parametrize("clips", ["the scaler", "the step"])
 @pytest.mark.parametrize("moved", [False, True])
-def test_clipping_a_step_and_an_update_take_seven_launches(launches, moved) -> None:
-    """And a copy of addresses, if gradients are elsewhere than before."""
+def test_clipping_a_step_and_an_update_take_eight_launches_at_most(launches, clips, moved) -> None:
+    """And a copy of addresses, if gradients are elsewhere than before. A step that clips writes no gradient."""
     params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
-    scaler, optimizer = GradScaler("cpu", 1024.0), AdamW(params, impl="triton")
+    max_grad_norm = 0.5 if clips == "the step" else None
+    scaler, optimizer = GradScaler("cpu", 1024.0), AdamW(params, impl="triton", max_grad_norm=max_grad_norm)
     for _ in range(3):
         scaler.scale(torch.ones((), requires_grad=True))
         for param in params:
@@ -75,12 +77,14 @@ def test_clipping_a_step_and_an_update_take_seven_launches(launches, moved) -> N
                 param.grad = torch.full_like(param, 3.0)
         launches.names.clear()
         with launches:
-            scaler.clip_grad_norm_(optimizer, 0.5)
+            if max_grad_norm is None:
+                scaler.clip_grad_norm_(optimizer, 0.5)
             scaler.step(optimizer)
             scaler.update()
-    upload, update = ["upload"] * moved, ["aten._amp_update_scale_.default", "aten.clamp_.default"]
-    step = ["prepare_kernel", "adamw_kernel"]
-    assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step, *update]
+    upload, clip = ["upload"] * moved, ["unscale_kernel"] * (max_grad_norm is None)
+    step, update = ["prepare_kernel", "adamw_kernel"], ["aten._amp_update_scale_.default", "aten.clamp_.default"]
+    assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *clip, *step, *update]
+    assert params[0].grad.eq(3.0).all() == (max_grad_norm is not None)
 
 
 def trained(seed: int, dtype: torch.dtype) -> list[Any]:
