@@ -157,7 +157,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         if on_host and not skips and needs_float32(group, scalars):
             return False
         if not on_host:  # of torch's functions only the fused one can skip on the device
-            group["fused"], group["foreach"] = True, False
+            group = {**group, "fused": True, "foreach": False}
             for state in filter(None, map(self.state.get, group["params"])):
                 _count_on(state, device)
         try:

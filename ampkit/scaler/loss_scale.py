@@ -214,9 +214,11 @@ _KINDS: dict[str, type[LossScale]] = {cls.kind: cls for cls in (DynamicLossScale
 
 def checked(strategy: LossScale | None) -> LossScale:
     """The strategy, or for None the default one; `TypeError` for anything else."""
-    if strategy is not None and not isinstance(strategy, LossScale):
+    if strategy is not None and type(strategy) not in _KINDS.values():
+        inherits = " of a subclass, whose rule a checkpoint could not restore" * isinstance(strategy, LossScale)
         raise TypeError(
-            f"loss_scale is {strategy!r}; expected DynamicLossScale(), StaticLossScale(scale) or NoOpLossScale()"
+            f"loss_scale is {strategy!r}{inherits}; expected DynamicLossScale(), StaticLossScale(scale) or "
+            "NoOpLossScale()"
         )
     return DynamicLossScale() if strategy is None else strategy
 

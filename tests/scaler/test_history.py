@@ -7,12 +7,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import TimesMedian
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
-from tests.helpers.scaler_tools import count_reads, iterate, one_parameter, started, with_grads
+from tests.helpers.scaler_tools import Operators, count_reads, iterate, one_parameter, started, with_grads
 
 
 @settings(max_examples=25)
@@ -127,18 +126,6 @@ def test_a_captured_iteration_and_its_replays_are_not_counted(monkeypatch) -> No
     iterate(scaler, optimizer, 1.0)
     assert scaler.stats() == ScalerStats(scaler.get_scale(), updates=3, steps=2, skips=1, overflows=1, backoffs=1)
     assert [row["overflow"] for row in scaler.history] == [False, True, False]
-
-
-class Operators(TorchDispatchMode):
-    """The operators that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("ask", ["stats", "metrics", "history"])

@@ -43,6 +43,14 @@ class TakesScaler(torch.optim.SGD):
             for given in ("dynamic", 128.0, DynamicLossScale)
             for on in (True, False)
         ),
+        *(
+            (
+                lambda base=base: GradScaler("cpu", loss_scale=type("Mine", (base,), {})(8.0)),
+                TypeError,
+                r"loss_scale is Mine\(.*\) of a subclass, whose rule .*; expected DynamicLossScale\(\), Stat",
+            )
+            for base in (DynamicLossScale, StaticLossScale)
+        ),
         (lambda: GradScaler("cpu", growth_factor=None), TypeError, "growth_factor is None; expected a number"),
         (lambda: GradScaler("cpu", init_scale=0.0), ValueError, "init_scale is 0"),
         (lambda: GradScaler("cpu", on_stuck="scream"), ValueError, "on_stuck is 'scream'; expected 'warn', 'raise'"),

@@ -148,6 +148,20 @@ def test_no_other_optimizers_record_is_read(use, monkeypatch) -> None:
     assert min(counts) == max(counts) > 0
 
 
+def test_no_optimizer_gets_the_record_of_one_that_has_died() -> None:
+    """Within an iteration: Python gives its id to the next object of its size."""
+    scaler, stages = started(GradScaler), []
+    for _ in range(20):
+        _, optimizer = one_parameter(grad=1.0)
+        stages.append(scaler._per_optimizer_states[id(optimizer)]["stage"].name)
+        scaler.unscale_(optimizer)
+        del optimizer
+        gc.collect()
+    assert set(stages) == {"READY"}
+    scaler.update()
+    assert len(scaler._records) == 0
+
+
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
 def test_marks_on_gradients_keep_nothing_alive_and_may_be_saved(kind, tmp_path) -> None:
     param, optimizer = one_parameter()
