@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampkit.gradients import step_contract
-from ampkit.gradients.collect import collect, combined, merged, parameters, unscale_
+from ampkit.gradients.collect import collect, combined, merged, parameters
 from ampkit.half_precision.master_weights import MasterWeights, refuse_closure
-from ampkit.scaler import state_dict_checks
+from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.optimizer_notes import Notes
 
 
 class ScaledGradients:
@@ -120,14 +119,14 @@ class ScaledGradients:
                 param.grad = self._set_aside.pop(param, None)
 
     @torch.no_grad()
-    def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], dict[Any, int]]:
+    def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], dict[Any, None]]:
         """Multiply the gradients by `inv_scale`, check them, and add those set aside. Never synchronizes.
 
         Returns:
             Flags by device, 1 if a gradient is not finite, and the meshes whose ranks must agree on them.
         """
         flags: dict[torch.device, Tensor] = {}
-        meshes: dict[Any, int] = {}
+        meshes: dict[Any, None] = {}
         params = parameters(self.optimizer)
         if self.masters is not None:
             self.masters.take_gradients_(inv_scale, flags)
@@ -138,7 +137,7 @@ class ScaledGradients:
         for device in gradients.by_device:
             if device not in flags:
                 flags[device] = torch.zeros((), dtype=torch.float32, device=device)
-        unscale_(gradients, inv_scale, flags)
+        gradients.unscale_(inv_scale, flags)
         for param, earlier in self._set_aside.items():
             param.grad = earlier if param.grad is None else earlier + param.grad
         self._set_aside.clear()
@@ -232,11 +231,11 @@ class LossScaler(GradScaler):
     def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
         """Unscale one optimizer's gradients. Returns a flag, 1 if one is not finite; None if there are none."""
         found_inf, meshes = gradients.unscale_(self._inverse_scale()[0])
-        notes = self._notes_of(gradients.optimizer)
-        self._agree(gradients.optimizer, found_inf, meshes)
-        flags = merged(notes.state["found_inf_per_device"], found_inf)
-        notes.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
-        return self._found_inf(notes) if flags else None
+        record = self._record_of(gradients.optimizer)
+        self._agree(record, meshes, found_inf)
+        flags = merged(record.state["found_inf_per_device"], found_inf)
+        record.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
+        return self._combined(flags.values()) if flags else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale as `GradScaler.update` does, and count the update."""
@@ -245,16 +244,17 @@ class LossScaler(GradScaler):
 
     def checked_state(self, state_dict: Any) -> Any:
         """Return a saved state in the form that can be loaded; raises as `load_state_dict`, and changes nothing."""
-        return state_dict_checks.loadable(state_dict, self.loss_scale)
+        return saved_state.loadable(state_dict, self.loss_scale)
 
     def load_checked_state(self, state: Any) -> None:
         """Load what `checked_state` returned. It cannot fail, so that of several scalers all load or none does."""
         self._take_over(state)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Count a step that an optimizer is about to make; `skipped` is None if the device decides."""
-        notes = Notes(optimizer, {}, self._last_step_of(optimizer))  # that iteration is over
-        self._note_step(notes, found_inf, skipped=self._count(notes, found_inf, skipped=skipped))
+        """Count a step that an optimizer is about to make; `skipped` is None if only the device knows."""
+        record = self._lasting_record_of(optimizer)
+        skipped = self._count(record, optimizer, found_inf, skipped=skipped)
+        self._note_step(record, optimizer, found_inf, None, skipped=skipped)
 
 
 def _any(flags: Sequence[Tensor | None]) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 `unscale_` and then `torch.nn.utils.clip_grad_norm_` read every gradient three times and write it twice. Here one read
 gives the norm of `gradient * inv_scale` and finds inf and NaN, and one multiplication by `inv_scale * coefficient`
-unscales and clips. If the scale is a power of two, the results are equal to the bit; else one rounding replaces two,
-and may differ from them by one unit in the last place.
+unscales and clips. If the scale is a power of two, the results are equal to the bit; otherwise one rounding replaces
+two, and may differ from them by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 import ampkit_kernels
 from ampkit.gradients import ranks
-from ampkit.gradients.collect import Gradients, collect, moved
-from ampkit.torch_private import foreach_clamp_max_, foreach_clamp_min_, is_flat, placements_of
+from ampkit.gradients.collect import Gradients, moved
+from ampkit.torch_private import is_dtensor, is_flat
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 """Orders for which norm(scale * g) / scale equals norm(g) to the bit if the scale is a power of two.
@@ -27,34 +27,32 @@ Other orders round differently, and their powers of scaled gradients overflow ea
 """
 
 
-def clip_plain(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for a disabled scaler, with a norm over all ranks of a `process_group`.
-
-    torch takes no norm of DTensors of several meshes, nor of DTensors beside plain tensors.
+def clip_unscaled(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
+    """Clip as `torch.nn.utils.clip_grad_norm_` does, by a norm over the ranks of `process_group` if there is one.
 
     Raises:
-        RuntimeError: the gradients are FSDP1 shards, without a `process_group`. Nothing has changed then.
+        RuntimeError: the gradients are FSDP1 shards, without a `process_group`, or DTensors, with one. Nothing has
+            changed then.
     """
-    if process_group is None and ranks.several() and any(map(is_flat, params)):
-        raise refusal_of_flat_shards()
-    device = params[0].device if params else torch.device("cpu")
-    if any(place is not None for place in placements_of(params)):
-        with torch.set_grad_enabled(False):
-            gradients, one = collect(params, coalesce=True), torch.ones((), dtype=torch.float32, device=device)
-            flags = {device: torch.zeros_like(one, device=device) for device in gradients.by_device}
-            agreement = ranks.Agreement(gradients.meshes)
-            norms = ranked_norms(gradients, one, flags, norm_type, agreement, process_group)
-            multiply_(gradients, factor_of(norms.norm, one, max_norm), {})
-        return norms.norm
+    if process_group is None:
+        if ranks.several() and any(map(is_flat, params)):
+            raise refusal_of_flat_shards()
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)  # pyright: ignore[reportArgumentType]
+    if any(map(is_dtensor, params)):
+        raise RuntimeError(
+            "a disabled GradScaler takes no norm of DTensors over a process_group; expected "
+            "GradScaler(loss_scale=NoOpLossScale()), which scales nothing either"
+        )
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
-    if process_group is not None:  # NCCL has no all-reduce on the CPU, where the norm of no gradients is
-        norm = ranks.Agreement({}).norms({(): norm.to(device)}, {}, device, norm_type, process_group).norm
+    if params:  # NCCL has no all-reduce on the CPU, where the norm of no gradients is
+        norm = norm.to(params[0].device)
+    norm = ranks.Agreement(()).norm({(): norm}, {}, norm.device, norm_type, process_group)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
     return norm
 
 
 def refusal_of_flat_shards() -> RuntimeError:
-    """The error for norms of FSDP1 gradients."""
+    """Return the error for norms of FSDP1 gradients."""
     return RuntimeError(
         "clip_grad_norm_ got shards of FullyShardedDataParallel, which do not name the ranks with the other shards; "
         "expected process_group=model.process_group (an argument of GradScaler, with skip_above), or "
@@ -65,78 +63,74 @@ def refusal_of_flat_shards() -> RuntimeError:
 def norm_and_factor(
     gradients: Gradients,
     inv_scale: Tensor,
-    found_inf: Mapping[torch.device, Tensor],
+    found_inf: dict[torch.device, Tensor],
     norm_type: float,
     max_norm: float | Tensor,
+    agreement: ranks.Agreement,
+    process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of this rank's gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
+    """Return the norm of the gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
 
-    Gradients are only read; plain ones on one GPU by one launch. Call it without autograd. Never synchronizes.
+    Gradients are only read; plain ones on one GPU by one launch. Call it without autograd. Synchronizes by the
+    collectives alone.
 
     Args:
-        gradients: the gradients, still scaled.
+        gradients: this rank's gradients, still scaled.
         inv_scale: 1 / scale, 0-d float32.
-        found_inf: a flag for each device, set to 1 if a gradient there is not finite.
+        found_inf: a flag for each device, set to 1 if a gradient is not finite, there or on a rank of `agreement`.
         norm_type: the order; inf: the largest magnitude.
         max_norm: the largest norm after clipping.
+        agreement: the ranks that skip together.
+        process_group: ranks that hold other gradients, over which the norm is taken too.
 
     Returns:
         Both 0-d on `inv_scale`'s device. The norm is float64 if a gradient is float64 or complex128, else float32.
     """
+    if gradients.meshes or process_group is not None:
+        parts = _norms_of_parts(gradients, inv_scale, found_inf, norm_type)
+        norm = agreement.norm(parts, found_inf, inv_scale.device, norm_type, process_group)
+        return norm, _factor(norm, inv_scale, max_norm)
     grads = gradients.by_device.get(inv_scale.device)
     if grads is None or len(gradients.by_device) > 1:
         norm = _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)
+        factor = _factor(norm, inv_scale, max_norm)
     else:
         ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
-        is_flat_list = type(grads) is ampkit_kernels.FlatList  # where Triton runs
+        is_flat_list = type(grads) is ampkit_kernels.FlatList  # Triton runs on the device
         if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS and max_norm < math.inf:
-            return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
-        norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
-    return norm, factor_of(norm, inv_scale, max_norm)
+            norm, factor = ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
+        else:
+            norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
+            factor = _factor(norm, inv_scale, max_norm)
+    agreement.agree(found_inf, inv_scale.device)
+    return norm, factor
 
 
-def factor_of(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Tensor:
-    """The factor that unscales and clips gradients of this norm: `torch.nn.utils.clip_grads_with_norm_`'s formula."""
+def _factor(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Return the factor that unscales and clips: `torch.nn.utils.clip_grads_with_norm_`'s formula."""
     if isinstance(max_norm, float) and max_norm == math.inf:  # inf / inf would be NaN
         return inv_scale
     return inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def ranked_norms(
-    gradients: Gradients,
-    inv_scale: Tensor,
-    found_inf: dict[torch.device, Tensor],
-    norm_type: float,
-    agreement: ranks.Agreement,
-    across: Any = None,
-    judges: bool = False,
-) -> ranks.Norms:
-    """The norm of the gradients of several ranks times `inv_scale`; these agree on `found_inf` at the same time.
-
-    Args:
-        gradients: this rank's gradients, still scaled.
-        inv_scale: 1 / scale, 0-d float32.
-        found_inf: a flag for each device, set to 1 if a gradient is not finite, there or on another rank.
-        norm_type: the order; inf: the largest magnitude.
-        agreement: the ranks.
-        across, judges: as in `Agreement.norms`.
-    """
-    norms: dict[tuple[Any, ...], Tensor] = {}
+def _norms_of_parts(
+    gradients: Gradients, inv_scale: Tensor, found_inf: Mapping[torch.device, Tensor], norm_type: float
+) -> dict[tuple[Any, ...], Tensor]:
+    """Return the norm of this rank's part of the gradients of each mesh, by its groups."""
     if not gradients.meshes:
-        norms[()] = _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)
-    for (groups, counts), tensors in gradients.parts.items() if gradients.meshes else ():
-        by_device = gradients.by_device if len(gradients.parts) == 1 else _by_device(tensors)
+        return {(): _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)}
+    norms: dict[tuple[Any, ...], Tensor] = {}
+    for (groups, counts), tensors in gradients.parts.items():
+        by_device: Mapping[torch.device, Sequence[Tensor]] = gradients.by_device
+        if len(gradients.parts) > 1:
+            part = Gradients()
+            for tensor in tensors:
+                part.add(tensor)
+            by_device = part.by_device
         norm = _norm_of(by_device, inv_scale, found_inf, norm_type)
         if counts:  # of replicas one rank does
             norms[groups] = norm
-    return agreement.norms(norms, found_inf, inv_scale.device, norm_type, across, judges)
-
-
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    listed = Gradients()
-    for tensor in tensors:
-        listed.add(tensor)
-    return listed.by_device
+    return norms
 
 
 def _norm_of(
@@ -145,42 +139,16 @@ def _norm_of(
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
 ) -> Tensor:
-    """The norm of tensors on several devices."""
+    """Return the norm of tensors on several devices."""
     norms = []
     for device, tensors in by_device.items():
         flag = found_inf[device]
         norm = ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
         norms.append(moved(norm, inv_scale.device))
-    return _joined(norms, norm_type) if norms else torch.zeros_like(inv_scale)
-
-
-def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of a vector from the norms of its parts."""
+    if not norms:
+        return torch.zeros_like(inv_scale)
     if len(norms) == 1:
         return norms[0]
     dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
     stacked = torch.stack([norm.to(dtype) for norm in norms])
     return stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
-
-
-def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
-    """Multiply every gradient by a 0-d factor, unless the factor is 1 or the flag of the gradient's device is set.
-
-    A float64 factor, as clipping has for float64 gradients, multiplies these as it is; it is rounded to float32 for
-    other gradients, and where Triton runs. Call it without autograd. Never synchronizes.
-    """
-    for device, tensors in gradients.by_device.items():
-        local, flag = moved(factor, device), found_inf.get(device)
-        ops = ampkit_kernels.backend(local)
-        if local.dtype is torch.float64 and ops is ampkit_kernels.reference:
-            ops.multiply_([tensor for tensor in tensors if tensor.dtype is torch.float64], local, flag)
-            tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
-        ops.multiply_(tensors, local.float(), flag)
-
-
-def clamp_(gradients: Gradients, clip_value: float) -> None:
-    """Clamp every element, and real and imaginary parts, to `[-clip_value, clip_value]`. Never synchronizes."""
-    with torch.set_grad_enabled(False):
-        for tensors in gradients.by_device.values():
-            foreach_clamp_min_(tensors, -clip_value)
-            foreach_clamp_max_(tensors, clip_value)

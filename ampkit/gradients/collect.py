@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import ampkit_kernels
 from ampkit.dtypes import REAL_FLOATS
-from ampkit.torch_private import local_tensors, placements_of
+from ampkit.torch_private import foreach_clamp_max_, foreach_clamp_min_, is_dtensor, local_tensors, placements_of
 
 ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else."""
@@ -35,16 +36,16 @@ class Gradients:
 
     Attributes:
         by_device: a strided tensor for every gradient, which shares its storage.
-        meshes: the lowest rank of each mesh that a DTensor parameter or gradient spans, by the mesh's process groups,
-            one for each dimension of several ranks; in the same order on every rank.
-        parts: where there are meshes, the same tensors by the groups of their mesh, and by whether this rank counts
-            them: of replicas one rank does. Tensors without a mesh: `((), True)`.
+        meshes: each mesh that a DTensor parameter or gradient spans, as its process groups, one for each dimension of
+            several ranks; in the same order on every rank. The values of the dict are None.
+        parts: if there are meshes, the same tensors by the groups of their mesh, and by whether this rank counts them:
+            of replicas one rank does. Tensors without a mesh: `((), True)`.
         duplicated: sparse gradients whose repeated indices have not been added up.
         originals: the `.grad` tensors themselves.
     """
 
     by_device: dict[torch.device, list[Tensor]] = field(default_factory=dict)
-    meshes: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    meshes: dict[tuple[Any, ...], None] = field(default_factory=dict)
     parts: dict[tuple[tuple[Any, ...], bool], list[Tensor]] = field(default_factory=dict)
     duplicated: list[Tensor] = field(default_factory=list)
     originals: list[Tensor] = field(default_factory=list)
@@ -52,6 +53,52 @@ class Gradients:
     def add(self, tensor: Tensor) -> None:
         """List a plain tensor under its device."""
         self.by_device.setdefault(tensor.device, []).append(tensor)
+
+    def unscale_(self, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
+        """Multiply by a 0-d factor, in place, and set the flag of each device with a non-finite product.
+
+        Sums over repeated indices of sparse gradients are checked too. Call it without autograd. Never synchronizes.
+        """
+        for device, tensors in self.by_device.items():
+            flag = flags[device]
+            local = factor if factor.device == device else moved(factor, device)
+            ampkit_kernels.backend(flag).unscale_(tensors, local, flag)
+        if self.duplicated:
+            _check_sums(self.duplicated, None, flags)
+
+    def check(self, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
+        """Set the flags that `unscale_` would set, and leave gradients as they are. Call it without autograd.
+
+        Never synchronizes.
+        """
+        for device, tensors in self.by_device.items():
+            _check(tensors, moved(factor, device), flags[device])
+        if self.duplicated:
+            _check_sums(self.duplicated, factor, flags)
+
+    def multiply_(self, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
+        """Multiply by a 0-d factor, in place, unless it is 1 or the flag of the gradient's device is set.
+
+        A float64 factor, as clipping has for float64 gradients, multiplies these as it is; it is rounded to float32 for
+        other gradients, and where Triton runs. Call it without autograd. Never synchronizes.
+        """
+        for device, tensors in self.by_device.items():
+            local, flag = moved(factor, device), flags[device]
+            ops = ampkit_kernels.backend(local)
+            if local.dtype is torch.float64 and ops is _REFERENCE:
+                ops.multiply_([tensor for tensor in tensors if tensor.dtype is torch.float64], local, flag)
+                tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
+            ops.multiply_(tensors, local.float(), flag)
+
+    def clamp_(self, clip_value: float) -> None:
+        """Clamp every element, and real and imaginary parts, to `[-clip_value, clip_value]`. Never synchronizes."""
+        with torch.set_grad_enabled(False):
+            for tensors in self.by_device.values():
+                for tensor in filter(Tensor.is_neg, tensors):  # torch's operators for lists refuse these
+                    tensor.clamp_(-clip_value, clip_value)
+                if plain := list(filterfalse(Tensor.is_neg, tensors)):
+                    foreach_clamp_min_(plain, -clip_value)
+                    foreach_clamp_max_(plain, clip_value)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -162,8 +209,8 @@ def _are_dense(grads: Sequence[Tensor]) -> bool:
 def _add_meshes(gradients: Gradients, meshes: Iterable[Any]) -> None:
     for mesh in meshes:
         groups = _groups_of(mesh)
-        if groups and groups not in gradients.meshes:
-            gradients.meshes[groups] = int(mesh.mesh.min())
+        if groups:
+            gradients.meshes[groups] = None
 
 
 def _meshes_of(tensors: Sequence[Tensor]) -> Iterable[Any]:
@@ -223,7 +270,7 @@ def _add_shards(gradients: Gradients, grads: list[Tensor]) -> bool:
 def _add_gradient(gradients: Gradients, param: Tensor, grad: Tensor, coalesce: bool) -> None:
     """Add a gradient of any kind, as a strided real tensor."""
     local = grad
-    if hasattr(grad, "placements"):
+    if is_dtensor(grad):
         grad, local = _local_shard(param, grad)
         _add_meshes(gradients, _meshes_of([grad]))
     if local.layout is torch.sparse_coo:
@@ -275,30 +322,6 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor]:
     return grad, local
 
 
-def unscale_(gradients: Gradients, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
-    """Multiply all gradients by a 0-d factor, in place, and set the flag of each device with a non-finite product.
-
-    Sums over repeated indices of sparse gradients are checked too. Call it without autograd. Never synchronizes.
-    """
-    for device, tensors in gradients.by_device.items():
-        flag = flags[device]
-        local = factor if factor.device == device else moved(factor, device)
-        ampkit_kernels.backend(flag).unscale_(tensors, local, flag)
-    if gradients.duplicated:
-        _check_sums(gradients.duplicated, None, flags)
-
-
-def check_finite(gradients: Gradients, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
-    """Set the flags that `unscale_` would set, and leave gradients as they are. Call it without autograd.
-
-    Never synchronizes.
-    """
-    for device, tensors in gradients.by_device.items():
-        _check(tensors, moved(factor, device), flags[device])
-    if gradients.duplicated:
-        _check_sums(gradients.duplicated, factor, flags)
-
-
 def _check(tensors: Sequence[Tensor], factor: Tensor, flag: Tensor) -> None:
     """Set the flag if a tensor of one device, times the factor, is not finite."""
     ops, on_host = ampkit_kernels.backend(flag), host_value_or_none(factor)
@@ -337,7 +360,7 @@ def host_value_or_none(value: Tensor) -> float | None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    if type(tensor) in ORDINARY or not hasattr(tensor, "to_local"):
+    if type(tensor) in ORDINARY or not is_dtensor(tensor):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
 
@@ -375,6 +398,12 @@ def set_masters(optimizer: Any, masters: Any) -> None:
 
 def take_master_gradients(optimizer: Any) -> None:
     """Move gradients that arrived at 16-bit parameters to their masters; no-op for an optimizer without masters."""
-    masters = getattr(optimizer, _MASTERS, None)  # `masters_of` would be a call more in every step
+    masters = masters_of(optimizer)
     if masters is not None:
         masters.take_gradients_()
+
+
+def gradients_of(optimizer: Any, *, allow_fp16: bool = True, coalesce: bool = False) -> Gradients:
+    """Return an optimizer's gradients by `collect`. Gradients of 16-bit parameters move to their masters first."""
+    take_master_gradients(optimizer)
+    return collect(parameters(optimizer), None if allow_fp16 else optimizer, coalesce=coalesce)

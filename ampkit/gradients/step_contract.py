@@ -2,8 +2,9 @@
 
 It is torch's, for optimizers with `_step_supports_amp_scaling` (those with `fused=True`): the scaler sets the 0-d
 tensors `optimizer.grad_scale` and `optimizer.found_inf`, calls `step`, and deletes both. ampkit.optim adds
-`_step_supports_grad_multiplier`: `optimizer.grad_multiplier` replaces `grad_scale` by a factor that also clips.
-The scaler's side is `run`, the optimizer's `StepScalars.of`.
+`_step_supports_grad_multiplier`, for optimizers with `max_grad_norm`: a scaler that has taken the norm sets
+`optimizer.grad_norm`, which stays, and `optimizer.grad_multiplier`, the factor that unscales and clips.
+The scaler's side is `max_grad_norm` and `run`, the optimizer's `StepScalars.of`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.gradients.collect import host_value_or_none, moved
+from ampkit.gradients.collect import host_value_or_none, local_tensor, moved
 from ampkit.torch_private import dynamo_skip, skip_compilation
 
 _MISSING = object()
@@ -71,6 +72,11 @@ def is_amp_aware(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def max_grad_norm(optimizer: Any) -> float | None:
+    """Return the norm to which the optimizer's step clips; None if it does not clip."""
+    return optimizer.max_grad_norm if getattr(optimizer, "_step_supports_grad_multiplier", False) else None
+
+
 def mark_step_called(optimizer: Any) -> None:
     """Tell torch's learning rate schedulers that `step` was called, though it was skipped; else they would warn."""
     if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
@@ -116,7 +122,7 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     with torch.no_grad():
         for param in without_momentum:
             buffer = optimizer.state[param]["momentum_buffer"]
-            local = buffer.to_local() if hasattr(buffer, "to_local") else buffer
+            local = local_tensor(buffer)
             local.masked_fill_(moved(found_inf != 0, local.device), 0.0)
 
 
@@ -125,14 +131,17 @@ def run(
     optimizer: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
     found_inf: Tensor,
     grad_scale: Tensor | None,
-    grad_multiplier: Tensor | None,
+    grad_multiplier: Tensor | None = None,
+    grad_norm: Tensor | None = None,
 ) -> Any:
-    """Set the scalars on the optimizer, call its `step`, delete them, and return the result of `step`."""
+    """Set the scalars on the optimizer, call its `step`, delete them but the norm, and return the result of `step`."""
     values: dict[str, Tensor | None] = {"grad_scale": grad_scale, "found_inf": found_inf}
     if grad_multiplier is not None:
         values["grad_multiplier"] = grad_multiplier
+        optimizer.grad_norm = grad_norm
     with attributes(optimizer, **values), sound_first_momentum(optimizer, found_inf):
         return optimizer.step(*args, **kwargs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 
-from ampkit.scaler.state_dict_checks import OWN_KEY, TORCH_KEYS
+from ampkit.scaler.saved_state import OWN_KEY, TORCH_KEYS
 
 __all__ = ["LoadPlanner"]
 

@@ -50,6 +50,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             size it writes to other memory.
         differentiable: must be False.
         impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
+        max_grad_norm: clip in the step by the 2-norm of all gradients, over the shards of DTensors too, without
+            writing `.grad`; 32 bytes per float32 element. None: no clipping.
         rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, so that the
             mean is right.
         masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
@@ -58,11 +60,14 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         seed: seed of stochastic rounding.
 
     Raises:
-        ValueError: a value that torch.optim.AdamW refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
-            or `differentiable=True`.
+        ValueError: a value that torch.optim.AdamW refuses, a `max_grad_norm` out of range, an unknown `impl`,
+            `rounding`, `masters` or `state_dtype`, or `differentiable=True`.
         TypeError: `betas` are tensors; `rounding`, `masters` or `state_dtype` with a parameter of another dtype; at
             `step` of a kernel, moments of a parameter that differ in dtype.
         RuntimeError: at `step`, a gradient is sparse.
+
+    `grad_norm`: the norm of the last step with `max_grad_norm`, unscaled and before clipping, 0-d on the device; None
+    before it.
 
     State: `step` (on the device on CUDA), `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch: a `state_dict` of
     either loads into the other. `stream`, int64, is the source of random numbers. `remainder` is the lower half of a
@@ -90,13 +95,14 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         impl: str = "auto",
+        max_grad_norm: float | None = None,
         rounding: str = "nearest",
         masters: str | None = None,
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
         precision = Precision(rounding, masters, state_dtype, seed)
-        self._prepare(impl, "AdamW", differentiable, precision, betas=betas)
+        self._prepare(impl, "AdamW", differentiable, precision, max_grad_norm, betas=betas)
         super().__init__(
             params,
             lr,
@@ -150,7 +156,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         if on_host and not skips and needs_float32(group, scalars):
             return False
         if not on_host:  # of torch's functions only the fused one can skip on the device
-            group["fused"], group["foreach"] = True, False
+            group = {**group, "fused": True, "foreach": False}
             for state in filter(None, map(self.state.get, group["params"])):
                 _count_on(state, device)
         try:

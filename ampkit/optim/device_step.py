@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,9 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampkit_kernels as kernels
-from ampkit.gradients.collect import ORDINARY, host_value_or_none, local_tensor, moved, note_written
+from ampkit.gradients.clipping import norm_and_factor
+from ampkit.gradients.collect import ORDINARY, gradients_of, host_value_or_none, local_tensor, moved, note_written
+from ampkit.gradients.ranks import Agreement
 from ampkit.gradients.step_contract import StepScalars
 from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_private import (
@@ -34,14 +37,16 @@ Loss = TypeVar("Loss")  # returned by a closure, and then by `step`
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _CPU = torch.device("cpu")
 _MOST_CACHES = 8  # for a group in which different parameters have gradients in each step, as with experts
-_OF_THE_OPTIMIZER = ("impl", "rounding", "masters", "state_dtype", "seed")  # arguments that a group cannot override
+# arguments that a group cannot override
+_OF_THE_OPTIMIZER = ("impl", "max_grad_norm", "rounding", "masters", "state_dtype", "seed")
 
 
 class DeviceStep(ABC):
     """Mixin for a `torch.optim` optimizer whose step reads a scaler's scalars on the device.
 
     `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier` is
-    ampkit's: the scaler may set `grad_multiplier`, the inverse scale times a clipping coefficient.
+    ampkit's: if `max_grad_norm` is set, the scaler sets `grad_multiplier`, the inverse scale times a clipping
+    coefficient, and `grad_norm`. Without such a scaler `step` takes the norm itself.
 
     `step` goes one of these ways for each parameter group:
 
@@ -55,13 +60,14 @@ class DeviceStep(ABC):
     _step_supports_amp_scaling = True
     _step_supports_grad_multiplier = True
     impl: str
+    max_grad_norm: float | None
+    grad_norm: Tensor | None
     param_groups: list[dict[str, Any]]
     state: Any
     _precision: Precision
-    _copies: dict[Tensor, Tensor]  # of `write_copies`
     # `_fingerprint` of each weight with a remainder after its last step. Weak references keep no weight alive.
     _fingerprints: dict[ref[Tensor], tuple[Any, ...]]
-    # By index of the group, device, whether copies are written, `impl`, and which parameters have gradients.
+    # By index of the group, device, whether there are remainders, `impl`, and which parameters have gradients.
     _caches: dict[tuple[int, torch.device, bool, str, bytes], kernels.StepCache]
     _warned = False
 
@@ -85,7 +91,15 @@ class DeviceStep(ABC):
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
         """Step a group on one device by torch's functions; False if the kernels' reference must do it."""
 
-    def _prepare(self, impl: str, cls: str, differentiable: bool, precision: Precision, **numbers: Any) -> None:
+    def _prepare(
+        self,
+        impl: str,
+        cls: str,
+        differentiable: bool,
+        precision: Precision,
+        max_grad_norm: float | None,
+        **numbers: Any,
+    ) -> None:
         """Check arguments that torch's constructor does not check, before it runs."""
         if differentiable:
             raise ValueError(
@@ -100,8 +114,13 @@ class DeviceStep(ABC):
                 )
         if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
-        self.impl, self._precision, self._fingerprints = impl, precision, {}
-        self._set_copies({})
+        if max_grad_norm is not None:
+            if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
+                raise TypeError(f"max_grad_norm is {max_grad_norm!r}; expected a number, or None for no clipping")
+            if not 0.0 < max_grad_norm < math.inf:
+                raise ValueError(f"max_grad_norm is {max_grad_norm}; expected a positive finite number")
+        self.impl, self.max_grad_norm, self.grad_norm = impl, max_grad_norm, None
+        self._precision, self._fingerprints, self._caches = precision, {}, {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer` does. Never synchronizes.
@@ -134,36 +153,6 @@ class DeviceStep(ABC):
                     "torch.optim for it"
                 )
         self._precision.check(group["params"])
-
-    def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
-        self._copies = copies
-        self._caches = {}
-
-    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Let every step also write new parameter values, converted, into these tensors. Never synchronizes.
-
-        A skipped step leaves them as they are. They are not part of the `state_dict`. Pickles and copies of the
-        optimizer have copies of their own.
-
-        Args:
-            copies: a tensor per parameter, of any floating-point dtype, and of the parameter's shape and device; an
-                empty mapping ends the writing.
-
-        Raises:
-            TypeError: `copies` is no mapping.
-            ValueError: a key is no parameter of the optimizer, a copy differs in shape or device, or the optimizer has
-                remainders.
-        """
-        if copies and self.has_remainders:
-            raise ValueError("write_copies does not support masters='remainder'; use one of the two")
-        self._check_known("write_copies", copies)
-        for param, copy in copies.items():
-            if copy.shape != param.shape or copy.device != param.device:
-                raise ValueError(
-                    f"write_copies got a copy of shape {tuple(copy.shape)} on {copy.device} for a parameter of shape "
-                    f"{tuple(param.shape)} on {param.device}; expected the same: torch.empty_like(param, dtype=...)"
-                )
-        self._set_copies(dict(copies))
 
     @property
     def has_remainders(self) -> bool:
@@ -258,9 +247,17 @@ class DeviceStep(ABC):
 
         Args:
             state_dict: the result of `state_dict()`.
+
+        Raises:
+            ValueError: a remainder or a random stream has been converted to another dtype. Nothing has changed then.
         """
         hooked: list[dict[str, Any]] = []  # the state after the user's hooks
-        before = self.register_load_state_dict_pre_hook(lambda _, state: hooked.append(state))  # type: ignore
+
+        def check(_: Any, state: dict[str, Any]) -> None:
+            self._precision.check_state(state["state"])
+            hooked.append(state)
+
+        before = self.register_load_state_dict_pre_hook(check)  # type: ignore
         after = self.register_load_state_dict_post_hook(  # type: ignore
             lambda _: self._keep_entries(hooked[0]), prepend=True
         )
@@ -275,7 +272,7 @@ class DeviceStep(ABC):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, self._parameters(), strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if not self._precision.continues(name, value):
+                if not self._precision.continues(name):
                     del self.state[param][name]
                 elif name != "step" and isinstance(value, Tensor) and not self._precision.is_torchs:
                     self.state[param][name] = value.to(param.device)
@@ -283,14 +280,14 @@ class DeviceStep(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer; torch's `load_state_dict` calls this too, with state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
-        self._fingerprints = {}
-        self._set_copies(self._copies)
+        self._fingerprints, self._caches = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's entries, and those of this class that pickles keep."""
         self._all_remainders()
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc, assignment]
-        return {**state, "impl": self.impl, "_copies": self._copies, "_precision": self._precision}
+        own = ("impl", "max_grad_norm", "grad_norm", "_precision")
+        return {**state, **{name: getattr(self, name) for name in own}}
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -317,10 +314,26 @@ class DeviceStep(ABC):
             return loss
         scalars = StepScalars.of(self)
         with torch.set_grad_enabled(False):
+            if self.max_grad_norm is not None and scalars.grad_multiplier is None:
+                clip = _clip_uncompiled if is_compiling() else DeviceStep._clip
+                scalars = clip(self, scalars)
             for number, group in enumerate(self.param_groups):
                 if not (self._caches and self._step_again(number, group, scalars)):
                     self._step_validated(number, group, scalars)
         return loss
+
+    def _clip(self, scalars: StepScalars) -> StepScalars:
+        """Take the norm of all gradients. Return the scalars with the factor that unscales and clips them."""
+        gradients = gradients_of(self)
+        device = next(iter(gradients.by_device), _CPU)
+        scalars = scalars.on(device)
+        inverse = scalars.inverse_scale()
+        factor = torch.ones((), dtype=torch.float32, device=device) if inverse is None else inverse
+        flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in gradients.by_device}
+        self.grad_norm, factor = norm_and_factor(
+            gradients, factor, flags, 2.0, self.max_grad_norm, Agreement(gradients.meshes)
+        )
+        return StepScalars(scalars.found_inf, None, factor.float())
 
     def _leaves_cpu(self) -> bool:
         """Whether kernels may step. These take addresses, for each of which Dynamo would compile the step again."""
@@ -336,7 +349,7 @@ class DeviceStep(ABC):
             which = _which(grads)
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        columns, beside = [params, grads], self._copies
+        columns, remainders = [params, grads], dict[Tensor, Tensor]()
         try:
             if names:
                 state = self.state
@@ -344,7 +357,7 @@ class DeviceStep(ABC):
                 for name in names:
                     columns.append([entries[name] for entries in states])
             if self.has_remainders:
-                beside = self._remainders(params)
+                remainders = self._remainders(params)
         except KeyError:
             return False
         launches = []
@@ -355,21 +368,21 @@ class DeviceStep(ABC):
             if any(placements_of(column) != where for column in columns[1:n]):
                 return False  # `_step_kernels` redistributes gradients
             sharded, columns = params, list(map(local_tensors, columns))
-        for device, rows, copies in _launched_alike(params, beside):
+        for device, rows, targets in _launched_alike(params, remainders):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-            cache = self._caches.get((number, device, copies is not None, self.impl, which))
-            if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
+            cache = self._caches.get((number, device, targets is not None, self.impl, which))
+            if cache is None or not cache.fits([*lists[:n], *([] if targets is None else [targets]), *lists[n:]]):
                 return False
-            launches.append((cache, lists[0] if copies is None else [*lists[0], *copies]))
+            launches.append((cache, lists[0] if targets is None else [*lists[0], *targets]))
         with _shifted_by_shard(columns[-1], sharded) if sharded and "stream" in names else nullcontext():
             for cache, written in launches:
                 cache.launch(self._all_options(group, scalars, cache.device))
                 # As in-place operations do: autograd finds stale saved tensors by it.
                 torch.autograd.graph.increment_version(written)
         if sharded:
-            torch.autograd.graph.increment_version([*sharded, *self._copies.values()])
+            torch.autograd.graph.increment_version(sharded)
         if self.has_remainders:
-            self._note_fingerprints(beside)
+            self._note_fingerprints(remainders)
         return True
 
     def _note_fingerprints(self, params: Iterable[Tensor]) -> None:
@@ -392,12 +405,9 @@ class DeviceStep(ABC):
         """Step a group after an examination of every tensor, whose results caches keep for `_step_again`."""
         # torch's functions take lists of plain tensors, or of DTensors of one mesh: a mixed list is stepped in parts.
         params = group["params"]
-        if self.impl != "triton" and all(map(_is_cpu, params)) and set(map(type, params)) <= ORDINARY:
-            here = scalars.on(_CPU)
-            if self._step_torch(group, _CPU, here):
-                if self._copies:
-                    self._write_copies_of(params, here)
-                return
+        is_plain = self.impl != "triton" and all(map(_is_cpu, params)) and set(map(type, params)) <= ORDINARY
+        if is_plain and self._step_torch(group, _CPU, scalars.on(_CPU)):
+            return
         by_device: dict[torch.device, list[Tensor]] = {}
         for param in params:
             if param.grad is not None:
@@ -411,16 +421,6 @@ class DeviceStep(ABC):
             for part in _by_mesh(params):
                 if not self._step_torch({**group, "params": part}, device, here):
                     self._step_kernels(number, group, device, part, scalars)
-                elif self._copies:
-                    self._write_copies_of(part, here)
-
-    def _write_copies_of(self, params: Sequence[Tensor], scalars: StepScalars) -> None:
-        """Write the copies of parameters that torch's functions have stepped."""
-        copied = [param for param in params if param in self._copies and param.grad is not None]
-        if copied and not scalars.skips_on_host():
-            targets = [self._copies[param] for param in copied]
-            kernels.cast_(list(map(local_tensor, copied)), list(map(local_tensor, targets)))
-            note_written(targets)
 
     @dynamo_skip
     def _step_kernels(
@@ -435,22 +435,21 @@ class DeviceStep(ABC):
             [local_gradient(param, param.grad) for param in params],
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
-        masters = self.has_remainders
-        beside = self._remainders(params) if masters else self._copies
+        remainders = self._remainders(params) if self.has_remainders else {}
         with nullcontext() if "stream" not in names else _shifted_by_shard(columns[-1], params):
-            for rows, copies in split_by_copy(params, beside):
+            for rows, targets in split_by_remainder(params, remainders):
                 lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
                 grads = [param.grad for param in group["params"]]
-                cache = self._cache((number, device, copies is not None, self.impl, _which(grads)))
+                cache = self._cache((number, device, targets is not None, self.impl, _which(grads)))
                 options = self._all_options(group, scalars, device)
-                options["remainders" if masters else "copies"] = copies
+                options["remainders"] = targets
                 if "stream" in names:
                     *lists, options["streams"] = lists
                 self._step_kernel(group, lists, impl=self.impl, cache=cache, **options)
                 stepped = params if rows is None else [params[i] for i in rows]
-                note_written([*stepped, *(beside[param] for param in stepped if param in beside)])
-        if masters:
-            self._note_fingerprints(beside)
+                note_written([*stepped, *(remainders[param] for param in stepped if param in remainders)])
+        if self.has_remainders:
+            self._note_fingerprints(remainders)
 
     def _cache(self, key: tuple[int, torch.device, bool, str, bytes]) -> kernels.StepCache:
         """The cache for a combination of gradients of a group; a new one replaces the oldest of `_MOST_CACHES`."""
@@ -485,6 +484,7 @@ class DeviceStep(ABC):
 
 # For compiled code; the hooks around `step` have run.
 _step_uncompiled = skip_compilation(lambda optimizer: DeviceStep.step(optimizer))
+_clip_uncompiled = skip_compilation(DeviceStep._clip)
 
 
 def refuse_sparse(optimizer: DeviceStep, grads: Sequence[Any]) -> None:
@@ -582,8 +582,8 @@ def needs_float32(group: dict[str, Any], scalars: StepScalars) -> bool:
 def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
     """The gradients, unscaled and clipped as the scalars say; the scalars are on the gradients' device.
 
-    On a CPU they are multiplied in place, as by torch's fused steps: new memory would cost more than the rest of the
-    step.
+    On a CPU they are multiplied in place by a scale, as by torch's fused steps: new memory would cost more than the
+    rest of the step. A clipping step leaves gradients as they are.
     """
     if not grads:
         return grads
@@ -591,7 +591,8 @@ def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
         factor = scalars.factor_on_host()
         if factor == 1.0:
             return grads
-        if not all(map(Tensor.is_contiguous, grads)):  # an expanded gradient cannot be written
+        # an expanded gradient cannot be written
+        if scalars.grad_multiplier is not None or not all(map(Tensor.is_contiguous, grads)):
             return list(foreach_mul(grads, factor))
         foreach_mul_(grads, factor)
         return grads
@@ -601,34 +602,37 @@ def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
     return grads
 
 
-def split_by_copy(
-    params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
+def split_by_remainder(
+    params: Sequence[Tensor], remainders: Mapping[Tensor, Tensor]
 ) -> list[tuple[list[int] | None, list[Tensor] | None]]:
-    """Indices of parameters without a copy, then of those with one and the copies; None for all or for no copies."""
-    if not copies:
+    """Return indices of parameters without a remainder, then of those with one and the remainders.
+
+    None is for all parameters, or for no remainders.
+    """
+    if not remainders:
         return [(None, None)] if params else []
     parts = []
-    for with_copy in (False, True):
-        indices = [i for i, param in enumerate(params) if (param in copies) is with_copy]
+    for with_remainder in (False, True):
+        indices = [i for i, param in enumerate(params) if (param in remainders) is with_remainder]
         if indices:
-            targets = [local_tensor(copies[params[i]]) for i in indices] if with_copy else None
+            targets = [local_tensor(remainders[params[i]]) for i in indices] if with_remainder else None
             parts.append((None if len(indices) == len(params) else indices, targets))
     return parts
 
 
 def _launched_alike(
-    params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
+    params: Sequence[Tensor], remainders: Mapping[Tensor, Tensor]
 ) -> Iterator[tuple[torch.device, list[int] | None, list[Tensor] | None]]:
-    """Each device with `split_by_copy` of its parameters."""
+    """Yield each device with `split_by_remainder` of its parameters."""
     if len(set(map(Tensor.get_device, params))) < 2:
-        for rows, targets in split_by_copy(params, copies):
+        for rows, targets in split_by_remainder(params, remainders):
             yield params[0].device, rows, targets
         return
     by_device: dict[torch.device, list[int]] = {}
     for i, param in enumerate(params):
         by_device.setdefault(param.device, []).append(i)
     for device, here in by_device.items():
-        for rows, targets in split_by_copy([params[i] for i in here], copies):
+        for rows, targets in split_by_remainder([params[i] for i in here], remainders):
             yield device, here if rows is None else [here[i] for i in rows], targets
 
 

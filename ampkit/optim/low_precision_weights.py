@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,14 +52,21 @@ class Precision:
                     "expected bfloat16 or float32: convert it, or give it an optimizer without these arguments"
                 )
 
-    def continues(self, name: str, value: Any) -> bool:
-        """Whether the next step can continue from an entry of a loaded state.
+    def continues(self, name: str) -> bool:
+        """Return whether these arguments step an entry of a loaded state."""
+        return {"remainder": self.masters is not None, "stream": bool(self.streams)}.get(name, True)
 
-        A remainder or a stream cannot be used if these arguments do not step it, or torch has converted its dtype.
-        """
-        if name == "remainder":
-            return self.masters is not None and value.dtype is kernels.rounding.REMAINDER
-        return name != "stream" or (bool(self.streams) and value.dtype is torch.int64)
+    def check_state(self, entries: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Raise `ValueError` for a state to be loaded in which a remainder or a stream has been converted."""
+        for number, state in entries.items():
+            for name, dtype in (("remainder", kernels.rounding.REMAINDER), ("stream", torch.int64)):
+                got = getattr(state.get(name), "dtype", dtype)
+                if self.continues(name) and got is not dtype:
+                    raise ValueError(
+                        f"the saved {name!r} of parameter {number} is {got}; expected {dtype}, as state_dict() returns "
+                        f"it: its bits are lost. Load an unconverted state, or delete the {name!r} entries, which then "
+                        "begin anew"
+                    )
 
     def fill(self, state: dict[str, Any], names: Sequence[str], param: Tensor, number: int) -> None:
         """Make missing entries of the state of parameter `number`: those named, its remainder and its stream.

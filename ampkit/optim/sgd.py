@@ -39,7 +39,7 @@ class SGD(DeviceStep, torch.optim.SGD):
         fused: accepted and ignored on the CPU, where results are those of `fused=False`: torch's fused SGD (2.13) does
             not change 16-bit parameters of 16 elements or more, and raises if some parameters have no momentum yet.
         impl: "auto", "triton" (raise where Triton cannot run) or "reference".
-        rounding, masters, state_dtype, seed: as in `AdamW`.
+        max_grad_norm, rounding, masters, state_dtype, seed: as in `AdamW`.
 
     Raises:
         ValueError: a value that torch.optim.SGD refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
@@ -47,6 +47,8 @@ class SGD(DeviceStep, torch.optim.SGD):
         TypeError: `weight_decay` is a tensor; `rounding`, `masters` or `state_dtype` with a parameter that is neither
             bfloat16 nor float32.
         RuntimeError: at `step`, a gradient is sparse.
+
+    `grad_norm`: as in `AdamW`.
 
     State: `momentum_buffer` as in torch, `stream` and `remainder` as in `AdamW`; a `state_dict` of either loads into
     the other.
@@ -72,13 +74,14 @@ class SGD(DeviceStep, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
         impl: str = "auto",
+        max_grad_norm: float | None = None,
         rounding: str = "nearest",
         masters: str | None = None,
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
         precision = Precision(rounding, masters, state_dtype, seed)
-        self._prepare(impl, "SGD", differentiable, precision, weight_decay=weight_decay)
+        self._prepare(impl, "SGD", differentiable, precision, max_grad_norm, weight_decay=weight_decay)
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach, fused=fused
         )

@@ -1,12 +1,12 @@
-"""GradScaler, a training iteration in its order: scale, unscale_, clip_grad_norm_, step, update.
+"""GradScaler: a training iteration in its order, from `scale` to `update`, and the queries after it.
 
-An optimizer's stage is READY after `update()`, UNSCALED after `unscale_` or clipping, and STEPPED after `step`.
+An optimizer's stage is READY after `update()`, UNSCALED after `unscale_` or clipping, and STEPPED after `step`. Each
+public method that takes an optimizer looks up its `OptimizerRecord` and passes it on.
 
 A step is skipped if a gradient is inf or NaN, or the norm is above `skip_above`:
 
 1. `_maybe_opt_step` reads the flag and does not call the optimizer. `_step_on_device` calls an optimizer that skips on
-   the device, with the flag. `_step_with_closure` ends a step whose loss or gradients were not finite, and undoes it.
-   Parameters and optimizer state are as before the step.
+   the device, with the flag. Parameters and optimizer state are as before the step.
 2. `_count` counts inf and NaN for `overflow_report`, while the gradients are there.
 3. `_note_step` notes the end of the step for `found_inf`, `stepped`, `stats` and `history`. It tells torch's learning
    rate schedulers that `step` was called, and calls `on_stuck` if the scale can hardly fall further.
@@ -14,56 +14,64 @@ A step is skipped if a gradient is inf or NaN, or the norm is above `skip_above`
 
 Lightning, Accelerate, FSDP, Composer, fairscale and others ask for `isinstance(scaler, torch.amp.GradScaler)`, read and
 write private attributes of torch's class, and override its private methods. Those keep torch's names, shapes and
-callers. `ScalerState` says what each attribute holds.
+callers.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, overload
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
+import ampkit_kernels
 from ampkit.containers import map_tensors
-from ampkit.gradients import clipping, closures, ranks, step_contract
+from ampkit.gradients import clipping, ranks, step_contract
 from ampkit.gradients.collect import (
     Gradients,
-    check_finite,
-    collect,
     combined,
+    gradients_of,
     host_value_or_none,
-    merged,
     moved,
     parameters,
     take_master_gradients,
-    unscale_,
 )
 from ampkit.scaler import loss_scale as scales
+from ampkit.scaler import saved_state
 from ampkit.scaler import skip_above as norm_limit
-from ampkit.scaler import state_dict_checks
-from ampkit.scaler.loss_scale import DynamicLossScale, ScaleState
-from ampkit.scaler.optimizer_notes import MARK, LastStep, Notes, note_backward, refuse_claimed
-from ampkit.scaler.overflow_report import count_nonfinite
-from ampkit.scaler.scaler_answers import ScalerAnswers
+from ampkit.scaler.history import COUNTS, History, ScalerStats
+from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
+from ampkit.scaler.optimizer_record import OptimizerRecord, claim, renew_marks
+from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
 from ampkit.scaler.skip_above import TimesMedian
-from ampkit.torch_private import is_flat, update_scale_
+from ampkit.torch_private import current_device_type, is_flat, ready_record, update_scale_
 from ampkit.user_code import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])
 Flags = dict[torch.device, Tensor]
 """A 0-d flag for each device that holds gradients: 0.0, or nonzero if one of them is not finite."""
+OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 
 _IDLE_STEPS = 3
 """Warn after this many initial steps in which the optimizer found no gradients."""
 
 
-class GradScaler(ScalerAnswers):
+class LossScaleStuckError(RuntimeError):
+    """Gradients keep overflowing although the loss scale has collapsed."""
+
+
+class GradScaler(torch.amp.GradScaler):
     """Scale losses so that small gradients survive float16; skip steps whose gradients are not finite.
 
     Takes the place of `torch.amp.GradScaler`: same methods, arguments, results and `state_dict`.
@@ -75,8 +83,8 @@ class GradScaler(ScalerAnswers):
         backoff_factor: multiplies the scale after an overflow; below 1.
         growth_interval: updates in a row without overflow before the scale grows.
         enabled: False turns every method into a pass-through.
-        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis or
-            tolerance, `StaticLossScale`, or `NoOpLossScale`; None: the four numbers.
+        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds or hysteresis,
+            `StaticLossScale`, or `NoOpLossScale`; None: the four numbers.
         process_group: ranks that must skip together although each has other gradients (pipeline stages, hand-made
             shards); None: those that DTensor and FSDP1 gradients name. DDP needs no group.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
@@ -89,7 +97,7 @@ class GradScaler(ScalerAnswers):
 
     Raises:
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as in torch.
-        TypeError: `skip_above` is neither a number nor `TimesMedian`, or `loss_scale` is no strategy.
+        TypeError: `skip_above` is neither a number nor `TimesMedian`, or `loss_scale` is not a strategy.
         ValueError: another number is out of range, or both a strategy and its numbers are given.
 
     Synchronization: `step` of an ordinary optimizer reads one number from the device, and a second if it is skipped or
@@ -107,6 +115,147 @@ class GradScaler(ScalerAnswers):
     >>> scaler.stats().steps
     1
     """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        loss_scale: LossScale | None = None,
+        process_group: Any = None,
+        allow_fp16: bool = False,
+        on_stuck: OnStuck = "warn",
+        skip_above: float | TimesMedian | None = None,
+    ) -> None:
+        self._device = _device_type(device)
+        self._enabled = enabled and _can_scale_on(self._device)
+        if self._enabled:
+            self._rule = scales.from_numbers(loss_scale, (init_scale, growth_factor, backoff_factor, growth_interval))
+        else:  # a disabled scaler of torch checks no number
+            self._rule = scales.checked(loss_scale)
+        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
+            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
+        self.process_group = process_group
+        self.allow_fp16 = allow_fp16
+        self.on_stuck = on_stuck
+        self._skip_above = norm_limit.checked(skip_above)
+        self._warned: set[str] = set()
+        self._stuck_check_due = False
+        self._init_scale = self._rule.init_scale
+        self._init_growth_tracker = 0
+        self._init_counters: dict[str, int] = {}
+        self._init_totals: dict[str, int] = {}
+        self._init_norms: list[list[Any]] = []
+        self._start()
+
+    def _start(self) -> None:
+        """Create the attributes that are not pickled, as they are before the first iteration."""
+        self._scale: Any = None
+        self._growth_tracker: Any = None
+        self._counters: Sequence[Tensor] = ()  # the strategy's other counters
+        self._history: Any = None  # made with the scale
+        self._records: weakref.WeakKeyDictionary[Any, OptimizerRecord] = weakref.WeakKeyDictionary()
+        self._by_mark: dict[int, OptimizerRecord] = {}
+        self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        """Make every optimizer READY, and forget everything about the last iteration."""
+        self._states: MutableMapping[int, Any] = defaultdict(ready_record)
+        for record in self._by_mark.values():
+            record.end_iteration()
+        self._by_mark = {}  # the records of this iteration's optimizers, by the mark on their gradients
+        self._outlier: Tensor | None = None  # whether a step of any optimizer was skipped for its norm alone
+        self._used_scale: Tensor | None = None  # a copy of the scale that unscaled gradients
+
+    @property
+    def _per_optimizer_states(self) -> MutableMapping[int, Any]:
+        """torch's records by `id(optimizer)`.
+
+        Setting them begins an iteration, because `update` of other subclasses of torch's scaler ends with that.
+        """
+        return self._states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(  # pyright: ignore[reportIncompatibleVariableOverride]  torch has a plain attribute
+        self, states: MutableMapping[int, Any]
+    ) -> None:
+        self._begin_iteration()
+        self._states = states
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The active strategy."""
+        return self._rule
+
+    def _change_rule(self, name: str, value: Any) -> None:
+        """Set a number of the strategy."""
+        if not isinstance(self._rule, DynamicLossScale):
+            raise ValueError(f"cannot set {name} on {self._rule}: its scale never changes; use DynamicLossScale")
+        self._rule = replace(self._rule, **{name: value})
+
+    # Used by torch's getters and setters, and by libraries.
+    _growth_factor: Any = property(
+        lambda self: self._rule.growth_factor, lambda self, value: self._change_rule("growth_factor", value)
+    )
+    _backoff_factor: Any = property(
+        lambda self: self._rule.backoff_factor, lambda self, value: self._change_rule("backoff_factor", value)
+    )
+    _growth_interval: Any = property(
+        lambda self: self._rule.growth_interval, lambda self, value: self._change_rule("growth_interval", value)
+    )
+
+    # The scale, made on the device of the first loss
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Make the scale, its counters and the history, on the device of the first loss."""
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        _refuse_capture(dev, "the scale")
+        self._scale, self._growth_tracker, *self._counters = self._first_state(dev)
+        self._history = History(dev, self._init_totals)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return scale and growth tracker; `AssertionError` with the method's name if there are none."""
+        scale, tracker = super()._check_scale_growth_tracker(funcname)
+        if self._history is None:  # other code has set both
+            self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
+            self._history = History(scale.device, self._init_totals)
+        return scale, tracker
+
+    def _first_state(self, device: torch.device) -> ScaleState:
+        """The scale and counters to begin with: the strategy's, or those that were loaded."""
+        return self._rule.init(
+            device, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
+        )
+
+    def _first_norms(self, optimizer: Any) -> Tensor | None:
+        """The norms that `TimesMedian` begins with for an optimizer: saved ones, if only one saved optimizer fits.
+
+        If several have its size it starts empty: with the norms of another optimizer it would skip good steps.
+        """
+        limit = self._skip_above
+        if not isinstance(limit, TimesMedian):
+            return None
+        device = self._where() if self._scale is not None else torch.device("cpu")
+        _refuse_capture(device, "the last norms of TimesMedian")
+        size = norm_limit.size(optimizer)
+        fitting = [norms for *saved_size, norms in self._init_norms if saved_size == size]
+        self._init_norms = [entry for entry in self._init_norms if entry[:2] != size]
+        return norm_limit.first_norms(limit, fitting[0] if len(fitting) == 1 else ()).to(device)
+
+    def _where(self) -> torch.device:
+        """The device where the scale is or will be. Ranks exchange flags there: NCCL takes no tensors on the CPU."""
+        return torch.device(self._device) if self._scale is None else self._scale.device
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        """The scale; before it is on a device, a new tensor with its first value on `device`."""
+        if self._scale is not None:
+            return self._scale
+        return torch.full((), self._init_scale, dtype=torch.float32, device=device)
 
     # 1. The loss: scale
 
@@ -130,9 +279,7 @@ class GradScaler(ScalerAnswers):
         """
         if not self._enabled:
             return outputs
-        self._scale_calls += 1
-        if self._notes:
-            note_backward(self._by_mark)
+        renew_marks(self._by_mark)
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
@@ -178,23 +325,20 @@ class GradScaler(ScalerAnswers):
             return
         if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("unscale_")
-        notes = self._notes_of(optimizer)
-        state = notes.state
+        record = self._record_of(optimizer)
+        state = record.state
         if state["stage"] is OptState.STEPPED:
             raise _too_late("unscale_")
         if state["stage"] is OptState.UNSCALED:
             if allow_repeat:
-                self._apply_clip_factor_(notes)
                 return
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(). Dividing gradients "
                 "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
                 "once per micro-batch), or pass allow_repeat=True."
             )
-        notes.clip_factor = None  # may be there if other code has made the optimizer READY again
         if self._skip_above is not None:
-            self._unscale_and_judge_(notes)
-            self._apply_clip_factor_(notes)
+            self._clip(record, math.inf, 2.0, self.process_group)
             return
         inv_scale, flag = self._inverse_scale()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, flag, self.allow_fp16)
@@ -202,115 +346,97 @@ class GradScaler(ScalerAnswers):
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
-    ) -> Flags:
-        """Multiply gradients by `inv_scale`, in place, and return a flag per device: `found_inf` on its own device.
-
-        The optimizer needs no record, as in torch.
-        """
-        gradients = self._gradients(optimizer, allow_fp16)
-        flags: Flags = {}
-        for device in gradients.by_device:  # a comprehension would be a call
-            flags[device] = found_inf if device == found_inf.device else moved(found_inf, device)
+    ) -> dict[Any, Tensor]:
+        """Multiply the optimizer's gradients by `inv_scale`, in place, and return a flag for each of their devices."""
+        record = self._lasting_record_of(optimizer)
+        gradients = self._gradients(record, optimizer, allow_fp16)
+        inv_scale, found_inf = inv_scale.reshape(()), found_inf.reshape(())
+        flags = {device: moved(found_inf, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):  # at half the cost of torch.no_grad()
             if self._rule.scales_losses:
-                unscale_(gradients, inv_scale, flags)
+                gradients.unscale_(inv_scale, flags)
             else:
-                check_finite(gradients, torch.ones_like(found_inf), flags)
-        self._agree(optimizer, flags, gradients.meshes)
+                gradients.check(torch.ones_like(found_inf), flags)
+        self._agree(record, gradients.meshes, flags)
+        return flags
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        """Check gradients that stay scaled for inf and NaN; set the flags that `unscale_` would set."""
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("_check_inf_per_device")
+        record = self._record_of(optimizer)
+        inv_scale, flag = self._inverse_scale()
+        gradients = self._gradients(record, optimizer)
+        record.state["found_inf_per_device"] = flags = {device: moved(flag, device) for device in gradients.by_device}
+        with torch.set_grad_enabled(False):
+            gradients.check(inv_scale, flags)
+        self._agree(record, gradients.meshes, flags)
         return flags
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
-        """1 / scale and a clear flag, both 0-d float32 on the scale's device; 1 for a strategy that scales no losses.
+        """Return 1 / scale and a clear flag, both 0-d float32 on the scale's device; 1 if losses are not scaled.
 
         torch.amp rounds a float64 reciprocal to float32. The float32 quotient has the same bits: rounding twice is
-        innocuous where the wider format has at least 2 * 24 + 2 bits (Figueroa 1995), and float64 has 53. Triton's
+        innocuous if the wider format has at least 2 * 24 + 2 bits (Figueroa 1995), and float64 has 53. Triton's
         float32 division is approximate, so its kernel divides in float64.
         """
         scale = self._scale
         if not self._rule.scales_losses:
             inv_scale = torch.ones_like(scale)
-        elif self._history.triton is not None:
-            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
+        elif (ops := ampkit_kernels.backend(scale)) is not ampkit_kernels.reference:
+            inv_scale, flag, self._used_scale = ops.inverse_scale(scale)
             return inv_scale, flag
         else:
             self._used_scale = scale.clone()
             inv_scale = scale.reciprocal()
         return inv_scale, torch.zeros_like(inv_scale)
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        """Check gradients that stay scaled for inf and NaN; set the flags that `unscale_` would set."""
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("_check_inf_per_device")
-        notes = self._notes_of(optimizer)
-        inv_scale, flag = self._inverse_scale()
-        gradients = self._gradients(optimizer)
-        notes.state["found_inf_per_device"] = flags = {device: moved(flag, device) for device in gradients.by_device}
-        with torch.set_grad_enabled(False):
-            check_finite(gradients, inv_scale, flags)
-        self._agree(optimizer, flags, gradients.meshes)
-        return flags
-
-    def _gradients(self, optimizer: Any, allow_fp16: bool = True, *, coalesce: bool = False) -> Gradients:
-        """Collect the optimizer's gradients and mark them as its own.
-
-        Gradients of 16-bit parameters move to their masters first. Raises `RuntimeError` for a gradient that was
-        unscaled for another optimizer in this iteration.
-        """
-        take_master_gradients(optimizer)
-        gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer, coalesce=coalesce)
-        notes = self._notes.get(id(optimizer))
-        if notes is not None:
-            if len(self._notes) > 1:
-                refuse_claimed(gradients.originals, notes, self._by_mark)
-            mark = notes.mark, -1
-            for grad in gradients.originals:
-                setattr(grad, MARK, mark)
+    def _gradients(
+        self, record: OptimizerRecord, optimizer: Any, allow_fp16: bool = True, **options: bool
+    ) -> Gradients:
+        """Collect the optimizer's gradients, and mark them as its own in this iteration."""
+        gradients = gradients_of(optimizer, allow_fp16=allow_fp16, **options)
+        if record.optimizer is not None:
+            claim(gradients.originals, record, self._by_mark)
         return gradients
 
-    def _agreement_of(self, optimizer: Any, meshes: Mapping[tuple[Any, ...], int]) -> ranks.Agreement | None:
-        """The ranks that must skip together, those of `meshes` and of `process_group`; None if there are none."""
-        notes = self._notes.get(id(optimizer))
-        last = self._last_step_of(optimizer) if notes is None else notes.last_step
+    def _agreement_of(self, record: OptimizerRecord, meshes: Iterable[tuple[Any, ...]]) -> ranks.Agreement:
+        """Return the ranks that must skip together: of the meshes of gradients, and of `process_group`."""
         own_group = self.process_group
-        if own_group is None and last.holds_shards and ranks.several():
-            own_group = torch.distributed.group.WORLD  # shards of FSDP1 do not say which ranks have the other parts
-        if not meshes and own_group is None:
-            return None
-        agreement = ranks.Agreement(meshes, own_group)
-        if notes is not None:
-            notes.agreement = agreement
-        return agreement
+        if own_group is None and record.holds_shards and ranks.several():
+            own_group = torch.distributed.group.WORLD  # shards of FSDP1 do not name the ranks with the other parts
+        record.agreement = ranks.Agreement(meshes, own_group)
+        return record.agreement
 
-    def _agree(self, optimizer: Any, flags: Flags, meshes: Mapping[tuple[Any, ...], int]) -> None:
+    def _agree(self, record: OptimizerRecord, meshes: Iterable[tuple[Any, ...]], flags: Flags) -> None:
         """Make flags the same on all ranks that must skip together."""
-        agreement = self._agreement_of(optimizer, meshes)
-        if agreement is not None:
-            agreement.agree(flags, self._where() if self._scale is not None or not flags else next(iter(flags)))
+        device = self._where() if self._scale is not None or not flags else next(iter(flags))
+        self._agreement_of(record, meshes).agree(flags, device)
 
-    def _notes_of(self, optimizer: Any) -> Notes:
-        """The notes about an optimizer in this iteration, with its record; both are made if there are none.
+    def _record_of(self, optimizer: Any) -> OptimizerRecord:
+        """Return an optimizer's record in this iteration, which it joins.
 
-        Other code may have put another record in the place of the one that the notes belong to.
+        Other code may have put another dict in the place of torch's record: the optimizer joins again.
         """
-        notes = self._notes.get(id(optimizer))
-        if notes is None and not hasattr(optimizer, "param_groups"):
-            parameters(optimizer)  # raises, before a record is made
+        record = self._lasting_record_of(optimizer)
         state = self._states[id(optimizer)]
-        if notes is None or notes.state is not state:
-            if notes is not None:
-                del self._by_mark[notes.mark]
-            notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
-            self._by_mark[notes.mark] = notes
-        return notes
+        if record.state is not state:
+            self._by_mark.pop(record.mark, None)
+            record.begin_iteration(optimizer, state)
+            self._by_mark[record.mark] = record
+        return record
 
-    def _last_step_of(self, optimizer: Any) -> LastStep:
-        last = self._last_steps.get(optimizer)
-        if last is None:
+    def _lasting_record_of(self, optimizer: Any) -> OptimizerRecord:
+        """Return an optimizer's record, which may be outside of an iteration; it is made if there is none."""
+        if not hasattr(optimizer, "param_groups"):
+            parameters(optimizer)  # raises
+        record = self._records.get(optimizer)
+        if record is None:
             holds_shards = any(map(is_flat, parameters(optimizer)))
-            last = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms(optimizer))
-        return last
+            record = self._records[optimizer] = OptimizerRecord(holds_shards, norms=self._first_norms(optimizer))
+        return record
 
-    # 3. The norm: clip_grad_norm_, and the verdict of `skip_above`
+    # 3. The norm: clip_grad_norm_, and the limit `skip_above`
 
     def clip_grad_norm_(
         self,
@@ -324,7 +450,7 @@ class GradScaler(ScalerAnswers):
 
         Replaces `unscale_` and `torch.nn.utils.clip_grad_norm_`: gradients are read twice and written once instead of
         three times and twice. After `unscale_` it only clips. If a gradient is not finite, nothing is multiplied.
-        Gradients of optimizers that take a multiplier (`ampkit.optim`) stay scaled until the step.
+        `ampkit.optim.AdamW` and `SGD` clip in their step, by `max_grad_norm`, and write no gradient.
 
         Args:
             optimizer: the optimizer whose gradients to clip.
@@ -339,116 +465,84 @@ class GradScaler(ScalerAnswers):
 
         Raises:
             AssertionError, ValueError, RuntimeError: as `unscale_`; RuntimeError also for FSDP1 without a group.
-            TypeError: `max_norm` is no number.
-            AttributeError: `optimizer` is no optimizer.
+            TypeError: `max_norm` is not a number.
+            AttributeError: `optimizer` is not an optimizer.
         """
         norm_type = float(norm_type)
         if not isinstance(max_norm, float | int | Tensor):
             max_norm = scales.number(max_norm, "max_norm")
         if not self._enabled:
             take_master_gradients(optimizer)
-            return clipping.clip_plain(parameters(optimizer), max_norm, norm_type, process_group)
+            return clipping.clip_unscaled(parameters(optimizer), max_norm, norm_type, process_group)
         if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("clip_grad_norm_")
-        notes = self._notes_of(optimizer)
-        if notes.state["stage"] is OptState.STEPPED:
+        record = self._record_of(optimizer)
+        if record.state["stage"] is OptState.STEPPED:
             raise _too_late("clip_grad_norm_")
-        if process_group is None and notes.last_step.holds_shards and ranks.several():
-            raise clipping.refusal_of_flat_shards()
-        if notes.state["stage"] is OptState.READY:
-            notes.outlier = None  # may be there if other code has made the optimizer READY again
-            if norm_type not in clipping.HOMOGENEOUS_ORDERS:
-                self.unscale_(optimizer)
-        norm, judged, is_same = self._clip_norm_(notes, max_norm, norm_type, process_group)
-        if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
-            self._judge(notes, judged, is_same)
-        before = self._clipped_norms.get(id(optimizer))
-        self._clipped_norms[id(optimizer)] = norm if before is None else torch.maximum(before, norm)
+        if record.state["stage"] is OptState.READY and norm_type not in clipping.HOMOGENEOUS_ORDERS:
+            self.unscale_(optimizer)
+        norm = self._clip(record, max_norm, norm_type, process_group)
+        record.note_clipping(norm)
         return norm
 
-    def _unscale_and_judge_(self, notes: Notes) -> None:
-        """Unscale, check, and judge the 2-norm by `skip_above`, for code that does not call `clip_grad_norm_`.
+    def _clip(self, record: OptimizerRecord, max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
+        """Unscale unless that is done, check and clip. Return the unscaled norm."""
+        gradients, norm, factor = self._norm(record, max_norm, norm_type, process_group, self.allow_fp16)
+        with torch.set_grad_enabled(False):
+            gradients.multiply_(factor, record.state["found_inf_per_device"])
+        record.state["stage"] = OptState.UNSCALED
+        return norm
 
-        For optimizers that take a multiplier the factor stays in the notes, as after clipping.
-        """
-        if self.process_group is None and notes.last_step.holds_shards and ranks.several():
-            raise clipping.refusal_of_flat_shards()
-        notes.outlier = None  # may be there if other code has made the optimizer READY again
-        norm, judged, is_same = self._clip_norm_(notes, math.inf, 2.0, self.process_group)
-        if notes.state["found_inf_per_device"]:
-            self._judge(notes, judged, is_same)
-        before = self._judged_norms.get(id(notes.optimizer))
-        self._judged_norms[id(notes.optimizer)] = norm if before is None else torch.maximum(before, norm)
-
-    def _clip_norm_(
-        self, notes: Notes, max_norm: float | Tensor, norm_type: float, process_group: Any
-    ) -> tuple[Tensor, Tensor, bool]:
-        """Unscale unless that is done, check and clip.
+    def _norm(
+        self,
+        record: OptimizerRecord,
+        max_norm: float | Tensor,
+        norm_type: float,
+        process_group: Any,
+        allow_fp16: bool = True,
+    ) -> tuple[Gradients, Tensor, Tensor]:
+        """Read the gradients, set their flags, and compare their norm with `skip_above` once in an iteration.
 
         Returns:
-            The unscaled norm; the norm by which `skip_above` judges the step; and whether all ranks that skip together
-            have the same one.
+            The gradients, their norm without the scale, and the factor that unscales (unless that is done) and clips.
         """
-        optimizer, state = notes.optimizer, notes.state
-        if notes.clip_factor is not None:
-            self._apply_clip_factor_(notes)
+        if process_group is None and record.holds_shards and ranks.several():
+            raise clipping.refusal_of_flat_shards()
         flags: Flags = {}
-        if state["stage"] is OptState.READY:
+        if record.state["stage"] is OptState.READY:
             inv_scale, flag = self._inverse_scale()
+            record.outlier = None  # other code may have made the optimizer READY again
         else:
-            flags = state["found_inf_per_device"]
+            flags = record.state["found_inf_per_device"]
             inv_scale = torch.ones_like(self._scale)
             flag = torch.zeros_like(inv_scale)
-        gradients = self._gradients(optimizer, self.allow_fp16, coalesce=True)
+        gradients = self._gradients(record, record.optimizer, allow_fp16, coalesce=True)
         for device in gradients.by_device:
             if device not in flags:
                 flags[device] = flag if device == flag.device else moved(flag, device)
+        agreement = self._agreement_of(record, gradients.meshes)
         with torch.set_grad_enabled(False):
-            agreement = self._agreement_of(optimizer, gradients.meshes)
-            judges = self._skip_above is not None and notes.outlier is None
-            if gradients.meshes or process_group is not None or (judges and agreement is not None):
-                norm, judged, is_same = clipping.ranked_norms(
-                    gradients, inv_scale, flags, norm_type, agreement or ranks.Agreement({}), process_group, judges
-                )
-                factor = clipping.factor_of(norm, inv_scale, max_norm)
-            else:
-                norm, factor = clipping.norm_and_factor(gradients, inv_scale, flags, norm_type, max_norm)
-                judged, is_same = norm, True
-                if agreement is not None:
-                    agreement.agree(flags, inv_scale.device)
-            state["found_inf_per_device"], state["stage"] = flags, OptState.UNSCALED
-            if getattr(optimizer, "_step_supports_grad_multiplier", False):
-                notes.clip_factor = factor.float()
-            else:
-                clipping.multiply_(gradients, factor, flags)
-        return norm, judged, is_same
+            norm, factor = clipping.norm_and_factor(
+                gradients, inv_scale, flags, norm_type, max_norm, agreement, process_group
+            )
+        record.state["found_inf_per_device"] = flags
+        if self._skip_above is not None and record.outlier is None and flags:
+            self._compare(record, norm)
+        return gradients, norm, factor
 
-    def _judge(self, notes: Notes, norm: Tensor, is_same: bool) -> None:
-        """Note whether the norm is above `skip_above` on any of the ranks that skip together.
-
-        They need no agreement where all have the same norm.
-        """
+    def _compare(self, record: OptimizerRecord, norm: Tensor) -> None:
+        """Note whether the norm is above `skip_above` on any of the ranks that skip together."""
         limit: Any = self._skip_above
-        last = notes.last_step
         if isinstance(limit, TimesMedian):
-            norms: Any = last.norms
+            norms: Any = record.norms
             if norms.device != norm.device:
-                last.norms = norms = norms.to(norm.device)
+                record.norms = norms = norms.to(norm.device)
             outlier = norm_limit.judge_(limit, norms, norm)
         else:
             outlier = norm_limit.is_outlier(norm, limit)
-        if not is_same and notes.agreement is not None:
-            notes.agreement.agree({outlier.device: outlier}, outlier.device)
-        notes.outlier = outlier
-
-    def _apply_clip_factor_(self, notes: Notes) -> None:
-        """Multiply gradients now by the factor that clipping has left for the optimizer's `step`, if there is one."""
-        factor, notes.clip_factor = notes.clip_factor, None
-        if factor is None:
-            return
-        gradients = self._gradients(notes.optimizer)
-        with torch.set_grad_enabled(False):
-            clipping.multiply_(gradients, factor, notes.state["found_inf_per_device"])
+        if record.agreement is not None:
+            record.agreement.agree({outlier.device: outlier}, outlier.device)
+        record.note_comparison(norm, outlier)
 
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
         """Unscale and check the optimizer's gradients, and clamp every element to `[-clip_value, clip_value]`.
@@ -464,7 +558,7 @@ class GradScaler(ScalerAnswers):
             AssertionError, RuntimeError, ValueError: as `unscale_`.
         """
         self.unscale_(optimizer, allow_repeat=True)
-        clipping.clamp_(self._gradients(optimizer), float(clip_value))
+        gradients_of(optimizer).clamp_(float(clip_value))
 
     # 4. The optimizer: step, or a skipped step
 
@@ -475,74 +569,68 @@ class GradScaler(ScalerAnswers):
         optimizers (`fused=True`, `ampkit.optim`) skip on the device and never synchronize; others cost one read from
         the device, two if the step is skipped or has a `skip_above`.
 
-        With a closure, as LBFGS and SAM take it, each evaluation is unscaled, checked and read once. The closure calls
-        `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite evaluation ends the step, restores
-        parameters and optimizer state, and sets the optimizer's gradients to None.
-
         Args:
             optimizer: the optimizer to step.
-            args, kwargs: passed to `optimizer.step`; a closure goes first or by keyword.
+            args, kwargs: passed to `optimizer.step`, without a closure.
 
         Returns:
             The result of `optimizer.step`; None if the host skipped the step.
 
         Raises:
             AssertionError: nothing has been scaled yet.
-            RuntimeError: the optimizer has been stepped in this iteration.
-            ValueError: `skip_above` with a closure, or with an optimizer whose `step` takes the scaler.
+            RuntimeError: the optimizer has been stepped in this iteration, or `step` got a closure.
+            ValueError: `skip_above` with an optimizer whose `step` takes the scaler.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure = closures.extract(args, kwargs) if args or kwargs else None
-        if closure is not None and self._skip_above is not None:
-            raise ValueError(
-                "skip_above does not support closures; use a GradScaler without skip_above for this optimizer"
+        if "closure" in kwargs or any(map(callable, args[:1])):
+            raise RuntimeError(
+                f"GradScaler.step got a closure for {type(optimizer).__name__}, whose gradients would not be unscaled; "
+                "expected gradients of a backward before it: call step(optimizer) without a closure, or use an "
+                "optimizer that needs closures (LBFGS, SAM) without a GradScaler"
             )
-        if closure is None and (self._scale is None or self._history is None):
+        if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("step")
-        notes = self._notes_of(optimizer)
-        state = notes.state
+        record = self._record_of(optimizer)
+        state = record.state
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 "step() has already been called since the last update(). Call update() once per iteration, after all "
                 "optimizers have stepped."
             )
-        if closure is not None:
-            return self._step_with_closure(notes, closure, args, kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._step_on_device(notes, args, kwargs)
+            return self._step_on_device(record, args, kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
-            return self._note_no_gradients(notes)
+            return self._note_no_gradients(record)
         result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag in its record is set. Reads the device once, again if the step is
-        skipped, and once more under `skip_above`."""
+        """Step an ordinary optimizer unless a flag in torch's record is set. Reads the device once, again if the step
+        is skipped, and once more under `skip_above`."""
         flags = list(optimizer_state["found_inf_per_device"].values())
         if not flags:  # `step` does not get here; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)
-        notes = self._notes.get(id(optimizer))
-        if notes is None or notes.state is not optimizer_state:
-            notes = Notes(optimizer, optimizer_state, self._last_step_of(optimizer))
-        found_inf = combined(flags, flags[0].device if self._scale is None else self._scale.device)
+        record = self._lasting_record_of(optimizer)
+        outlier = record.outlier if record.state is optimizer_state else None
+        found_inf = self._combined(flags)
         skip = found_inf.item() != 0
         if skip:
-            self._count(notes, found_inf, skipped=True)
-        is_outlier = notes.outlier is not None and notes.outlier.item() != 0
+            self._count(record, optimizer, found_inf, skipped=True)
+        is_outlier = outlier is not None and outlier.item() != 0
         result = None if skip or is_outlier else optimizer.step(*args, **kwargs)
-        self._note_step(notes, found_inf, skipped=skip)
+        self._note_step(record, optimizer, found_inf, outlier, skipped=skip)
         return result
 
-    def _step_on_device(self, notes: Notes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _step_on_device(self, record: OptimizerRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step an optimizer that itself skips on the device. Never synchronizes."""
-        optimizer, state = notes.optimizer, notes.state
-        if notes.last_step.takes_scaler is None:
-            notes.last_step.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        if notes.last_step.takes_scaler:
+        optimizer, state = record.optimizer, record.state
+        if record.takes_scaler is None:
+            record.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        if record.takes_scaler:
             if self._skip_above is not None:
                 raise ValueError(
                     f"skip_above does not support {type(optimizer).__name__}, whose step takes grad_scaler; use an "
@@ -556,115 +644,72 @@ class GradScaler(ScalerAnswers):
             result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
             state["stage"] = OptState.STEPPED
             return result
-        if state["stage"] is OptState.READY and self._skip_above is not None:
-            self._unscale_and_judge_(notes)
-        elif state["stage"] is OptState.READY:
+        is_scaled = state["stage"] is OptState.READY
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        max_norm = step_contract.max_grad_norm(optimizer) if grad_scale is None else None
+        clipped = {}
+        if max_norm is not None:
+            _, norm, factor = self._norm(record, max_norm, 2.0, self.process_group)
+            clipped = {"grad_norm": norm, "grad_multiplier": factor.float()}
+            record.note_clipping(norm)
+        elif is_scaled and self._skip_above is not None:
+            self._norm(record, math.inf, 2.0, self.process_group)
+        elif is_scaled:
             self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
-            return self._note_no_gradients(notes)
-        found_inf = self._found_inf(notes)
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        if state["stage"] is OptState.READY and self._rule.scales_losses:
+            return self._note_no_gradients(record)
+        found_inf = self._combined(state["found_inf_per_device"].values())
+        if is_scaled and self._rule.scales_losses and not clipped:
             grad_scale = self._scale if grad_scale is None else self._scale * grad_scale
-        skipped = self._count(notes, found_inf, skipped=None)
+        skipped = self._count(record, optimizer, found_inf, skipped=None)
         run = step_contract.run_uncompiled if is_compiling() else step_contract.run
-        flag = found_inf if notes.outlier is None else torch.maximum(found_inf, notes.outlier)
-        result = run(optimizer, args, kwargs, flag, grad_scale, notes.clip_factor)
-        notes.clip_factor = None
+        flag = found_inf if record.outlier is None else torch.maximum(found_inf, record.outlier)
+        result = run(optimizer, args, kwargs, found_inf=flag, grad_scale=grad_scale, **clipped)
         state["stage"] = OptState.STEPPED
-        self._note_step(notes, found_inf, skipped=skipped)
+        self._note_step(record, optimizer, found_inf, record.outlier, skipped=skipped)
         return result
 
-    def _step_with_closure(
-        self, notes: Notes, closure: closures.Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Step an optimizer that evaluates the loss itself, and unscale each evaluation; see `closures`."""
-        optimizer, state = notes.optimizer, notes.state
-        if self._scale_calls and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)  # a first backward outside the closure, as with SAM
-        if state["found_inf_per_device"] and self._found_inf(notes).item() != 0:
-            return self._abandon(notes)
-        self._apply_clip_factor_(notes)
-
-        def evaluate() -> Any:
-            calls = self._scale_calls
-            with torch.enable_grad():
-                loss = closure()
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(loss.device if isinstance(loss, Tensor) else self._where())
-            scale: Any = self._scale
-            if self._scale_calls > calls:
-                state["stage"] = OptState.READY
-                self.unscale_(optimizer)
-            else:  # the closure did not scale its loss: nothing to unscale, but gradients to check
-                flags = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale))
-                state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
-            # The loss of this rank counts on all ranks that skip together.
-            loss_flag = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
-            if notes.agreement is not None:
-                notes.agreement.agree(loss_flag, scale.device)
-            state["found_inf_per_device"] = merged(state["found_inf_per_device"], loss_flag)
-            if self._found_inf(notes).item() != 0:
-                raise closures.NonFiniteEvaluation
-            return loss
-
-        snapshot = closures.Snapshot(optimizer)
-        args, kwargs = closures.replace(evaluate, args, kwargs)
-        try:
-            result = optimizer.step(*args, **kwargs)
-        except closures.NonFiniteEvaluation:
-            snapshot.restore()
-            return self._abandon(notes)
-        if not state["found_inf_per_device"]:
-            return self._note_no_gradients(notes)
-        state["stage"] = OptState.STEPPED
-        self._note_step(notes, self._found_inf(notes), skipped=False)
-        return result
-
-    def _abandon(self, notes: Notes) -> None:
-        """Skip a step with a closure after an evaluation that was not finite, and set its gradients to None.
-
-        Otherwise the next step would take them for gradients of a backward outside its closure, and end at once.
-        """
-        notes.state["stage"] = OptState.STEPPED
-        found_inf = self._found_inf(notes)
-        self._count(notes, found_inf, skipped=True)
-        for param in parameters(notes.optimizer):
-            param.grad = None
-        self._note_step(notes, found_inf, skipped=True)
-
-    def _found_inf(self, notes: Notes) -> Tensor:
-        """The flags of a record as one, 0.0 or 1.0, on the scale's device; without a scale, on the first flag's."""
-        flags = list(notes.state["found_inf_per_device"].values())
+    def _combined(self, flags: Iterable[Tensor]) -> Tensor:
+        """Return flags as one, 0.0 or 1.0, on the scale's device; without a scale, on the first flag's."""
+        flags = list(flags)
         return combined(flags, flags[0].device if self._scale is None else self._scale.device)
 
-    def _note_step(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Note how a step ended, `skipped` None if only the device knows, and call `on_stuck` if that is due."""
-        outlier = None if notes.outlier is None else (notes.outlier != 0) & (found_inf == 0)  # skipped for it alone
+    def _note_step(
+        self,
+        record: OptimizerRecord,
+        optimizer: Any,
+        found_inf: Tensor,
+        outlier: Tensor | None,
+        *,
+        skipped: bool | None,
+    ) -> None:
+        """Note how a step ended, `skipped` None if only the device can tell, and call `on_stuck` if that is due."""
         if outlier is not None:
-            self._outlier = outlier if self._outlier is None else self._outlier | outlier
+            only_outlier = (outlier != 0) & (found_inf == 0)
+            self._outlier = only_outlier if self._outlier is None else self._outlier | only_outlier
+        else:
+            only_outlier = None
         if self._history is not None:  # None: another scaler scales these gradients, and counts their steps
-            self._history.note_step(found_inf, outlier)
-        last = notes.last_step
-        last.found_inf, last.skipped, last.idle_steps, last.outlier = found_inf, skipped, -1, notes.outlier
+            self._history.note_step(found_inf, only_outlier)
+        record.found_inf, record.skipped, record.was_outlier, record.idle_steps = found_inf, skipped, outlier, -1
         self._stuck_check_due = skipped is None
-        if skipped or notes.outlier is not None:
-            step_contract.mark_step_called(notes.optimizer)
+        if skipped or outlier is not None:
+            step_contract.mark_step_called(optimizer)
         if skipped:
             self._check_stuck(float(self._scale_on(found_inf.device)))
 
-    def _note_no_gradients(self, notes: Notes) -> None:
+    def _note_no_gradients(self, record: OptimizerRecord) -> None:
         """Note the step of an optimizer without gradients; warn if its first steps have found none."""
-        notes.state["stage"] = OptState.STEPPED
-        optimizer = notes.optimizer
+        optimizer = record.optimizer
+        record.state["stage"] = OptState.STEPPED
         if self._history is not None:
             self._history.no_gradients += 1
-        last = notes.last_step
-        last.found_inf, last.skipped, last.counts = torch.zeros_like(self._scale_on(torch.device("cpu"))), True, None
+        record.found_inf = torch.zeros_like(self._scale_on(torch.device("cpu")))
+        record.skipped, record.counts = True, None
         step_contract.mark_step_called(optimizer)
-        if last.idle_steps >= 0:
-            last.idle_steps += 1
-        if last.idle_steps == _IDLE_STEPS:
+        if record.idle_steps >= 0:
+            record.idle_steps += 1
+        if record.idle_steps == _IDLE_STEPS:
             self._warn_once(
                 "idle",
                 f"{type(optimizer).__name__} has found no gradients in its first {_IDLE_STEPS} steps; its parameters "
@@ -673,7 +718,9 @@ class GradScaler(ScalerAnswers):
                 "from them; or zero_grad() is called between backward() and step().",
             )
 
-    def _count(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> bool | None:
+    def _count(
+        self, record: OptimizerRecord, optimizer: Any, found_inf: Tensor, *, skipped: bool | None
+    ) -> bool | None:
         """Count inf and NaN for the report if the host can see that a step is skipped.
 
         This comes before the step, which drops the gradients of master weights. Returns `skipped`, or for None what
@@ -683,7 +730,7 @@ class GradScaler(ScalerAnswers):
             flag = host_value_or_none(found_inf)
             skipped = None if flag is None else flag != 0
         if skipped is not False:
-            notes.last_step.counts = count_nonfinite(notes.optimizer) if skipped else None
+            record.counts = count_nonfinite(optimizer) if skipped else None
         return skipped
 
     # 5. The next scale: update
@@ -698,7 +745,7 @@ class GradScaler(ScalerAnswers):
 
         Raises:
             AssertionError: nothing was scaled or checked in this iteration, or `new_scale` is of another type.
-            ValueError: `new_scale` is a number that is no scale.
+            ValueError: `new_scale` is a number that cannot be a scale.
         """
         if not self._enabled:
             return
@@ -727,22 +774,9 @@ class GradScaler(ScalerAnswers):
         """Apply the strategy's rule in place, and note the update in the history. Never synchronizes."""
         rule, scale, history = self._rule, self._scale, self._history
         used = scale.clone() if self._used_scale is None else self._used_scale
-        norms = self._judged_norms | self._clipped_norms
-        is_due = history.note_update(used, found_inf, norms.values(), self._outlier)
-        if history.triton is not None and isinstance(rule, DynamicLossScale):
-            history.triton.update_scale_(
-                (scale, self._growth_tracker, *self._counters),
-                found_inf,
-                growth_factor=rule.growth_factor,
-                backoff_factor=rule.backoff_factor,
-                growth_interval=rule.growth_interval,
-                min_scale=rule.min_scale,
-                max_scale=rule.max_scale,
-                hysteresis=rule.hysteresis,
-                refills_when_clean=rule.hysteresis_refill == "clean",
-                tolerance=rule.tolerance,
-            )
-        elif rule.is_plain:
+        norms = [record.norm for record in self._by_mark.values() if record.norm is not None]
+        is_due = history.note_update(used, found_inf, norms, self._outlier)
+        if rule.hysteresis == 1:
             update_scale_(
                 scale, self._growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
             )
@@ -766,7 +800,7 @@ class GradScaler(ScalerAnswers):
             usable = torch.isfinite(wanted) & (wanted > 0)
             wanted = torch.where(usable, wanted.clamp(rule.min_scale, rule.max_scale), scale)
         elif isinstance(new_scale, numbers.Real) and not isinstance(new_scale, bool):
-            value = state_dict_checks.usable_scale(new_scale, "new_scale")
+            value = saved_state.usable_scale(new_scale, "new_scale")
             wanted = torch.full_like(scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
             described = type(new_scale).__name__ if hasattr(new_scale, "param_groups") else repr(new_scale)
@@ -775,10 +809,331 @@ class GradScaler(ScalerAnswers):
                 f"got {described}"
             )
         # Folding first: the history must not count this change as growth or backoff.
-        norms = self._judged_norms | self._clipped_norms
-        history.note_update(scale.clone(), torch.zeros_like(scale), norms.values(), self._outlier)
+        norms = [record.norm for record in self._by_mark.values() if record.norm is not None]
+        history.note_update(scale.clone(), torch.zeros_like(scale), norms, self._outlier)
         history.fold(scale)
         scale.copy_(wanted)
+
+    # 6. Queries about the past
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Return whether the last `step(optimizer)` was skipped for inf or NaN, as a tensor.
+
+        Valid for every optimizer, fused ones included. Never synchronizes, unlike `if scaler.found_inf(optimizer):`.
+
+        Args:
+            optimizer: the optimizer that was passed to `step`.
+
+        Returns:
+            A 0-d bool tensor on the device; False after a step that found no gradients, and when disabled.
+
+        Raises:
+            RuntimeError: `step` has not been called with this optimizer.
+        """
+        if not self._enabled:
+            return torch.zeros((), dtype=torch.bool, device="cpu")
+        flag: Any = self._stepped_record_of(optimizer).found_inf
+        return flag != 0
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the last `step(optimizer)` was taken, so that a schedule can follow its optimizer.
+
+        `if scaler.stepped(optimizer): schedule.step()`. Synchronizes if the optimizer skips on the device.
+
+        Args:
+            optimizer: the optimizer that was passed to `step`.
+
+        Returns:
+            A Python bool; False after a step that found no gradients, True when disabled.
+
+        Raises:
+            RuntimeError: `step` has not been called with this optimizer.
+        """
+        if not self._enabled:
+            return True
+        last = self._stepped_record_of(optimizer)
+        if last.was_outlier is not None and bool(last.was_outlier != 0):
+            return False
+        if last.skipped is None:  # only the device can tell
+            return bool(last.found_inf == 0)
+        return not last.skipped
+
+    def _stepped_record_of(self, optimizer: Any) -> OptimizerRecord:
+        last = self._records.get(optimizer)
+        if last is None or last.found_inf is None:
+            raise RuntimeError(
+                f"scaler.step() has not been called with this {type(optimizer).__name__}; expected the object that "
+                "was passed to step(), not an optimizer that it wraps"
+            )
+        return last
+
+    def stats(self) -> ScalerStats:
+        """Return the scale and counts of steps, skips, growths and more. Synchronizes; reads the device once.
+
+        Calls `on_stuck` if optimizers that skip on the device have overflowed at a scale that can hardly fall further.
+
+        Returns:
+            A `ScalerStats`.
+        """
+        if self._scale is None or self._history is None:  # the counts are those that were loaded, if any
+            cpu = torch.device("cpu")
+            return History(cpu, self._init_totals).totals(torch.full((), self.get_scale(), device=cpu))
+        stats = self._history.totals(self._scale)
+        if self._stuck_check_due and stats.consecutive_skips:
+            self._stuck_check_due = False
+            self._check_stuck(stats.scale)
+        return stats
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a logger, as W&B's `log` and MLflow's `log_metrics` take them. Synchronizes.
+
+        Returns:
+            `loss_scale`, `skipped_steps` and `outlier_steps` of `stats()`; `grad_norm` of the last update, if
+            `history` has one. Numbers only, also before the first update and for a disabled scaler.
+        """
+        stats = self.stats()
+        found: dict[str, float] = {
+            "loss_scale": stats.scale,
+            "skipped_steps": stats.skips,
+            "outlier_steps": stats.outliers,
+        }
+        last = [] if self._history is None else self._history.rows(self._scale, 1)
+        if last and last[0]["grad_norm"] is not None:
+            found["grad_norm"] = last[0]["grad_norm"]
+        return found
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The last 1,000 updates as plain dicts, oldest first. Synchronizes.
+
+        Keys: `update`, counted from 1; `scale`, the one that the iteration used; `overflow`; `grad_norm`; `outlier`,
+        whether a step was skipped for its norm alone. `grad_norm` is the result of `clip_grad_norm_`, without that call
+        the norm that `skip_above` judged, and None without either; of several calls and optimizers it is the largest.
+        Empty before the first update, after `load_state_dict`, and when disabled.
+        """
+        return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
+
+    def overflow_report(
+        self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
+    ) -> OverflowReport:
+        """Report which parameters held inf or NaN in the last skipped step, the likely origin first. Synchronizes.
+
+        The gradients of optimizers that skip on an accelerator are counted by this call: make it before they are
+        cleared.
+
+        Args:
+            model: the model whose names for parameters to use; None: those of an optimizer that was made with
+                `named_parameters()`, else group and position.
+            optimizer: the optimizer whose last step to report; None: all optimizers.
+
+        Returns:
+            A tuple of `NonFiniteGradient`, which prints as a report; empty if nothing was skipped.
+
+        Raises:
+            TypeError: `model` is not a module.
+        """
+        if model is not None and not hasattr(model, "named_parameters"):
+            raise TypeError(
+                f"model is {type(model).__name__}; expected the model whose names to use; pass optimizer= by keyword"
+            )
+        gradients: list[Counted] = []
+        for stepped, last in list(self._records.items()):
+            if last.found_inf is None or (optimizer is not None and optimizer is not stepped):
+                continue
+            if last.counts is not None:
+                gradients += last.counts
+            elif bool(last.found_inf != 0):
+                gradients += count_nonfinite(stepped)
+        return report(gradients, model)
+
+    def check_ranks(self, process_group: Any = None) -> None:
+        """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.
+
+        Under DDP all ranks see the same gradients, and the scaler exchanges nothing. Ranks still drift apart if one of
+        them loads another state, or steps parameters that DDP does not know. Call it now and then, after `update`. It
+        synchronizes: an all-reduce of eight numbers and two reads. No-op in a single process and when disabled.
+
+        Args:
+            process_group: the ranks to compare; None: all.
+
+        Raises:
+            RuntimeError: ranks differ; the message, on every rank, has the lowest and the highest values.
+        """
+        if not self._enabled or not ranks.several():
+            return
+        stats = self.stats()
+        compared = {name: float(getattr(stats, name)) for name in ("scale", "updates", "steps", "skips")}
+        differing = ranks.differing(compared, self._where(), process_group)
+        if differing:
+            ranges = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in differing.items())
+            raise RuntimeError(
+                f"ranks have drifted apart: {ranges}. Load the same scaler state on all ranks, and name the ranks "
+                "that hold shards: GradScaler(process_group=...)"
+            )
+
+    def _check_stuck(self, scale: float) -> None:
+        """Call `on_stuck` for a step that overflowed at a scale that can hardly fall further."""
+        rule = self._rule
+        if not isinstance(rule, DynamicLossScale) or scale > rule.stuck_scale:
+            return
+        message = (
+            f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. The "
+            "values are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
+            "scaler.history shows when it began."
+        )
+        if callable(self.on_stuck):
+            self.on_stuck(self.stats())
+        elif self.on_stuck == "raise":
+            raise LossScaleStuckError(message)
+        else:
+            self._warn_once("stuck", message)
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        """Warn once per topic, at the user's line."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warn_user(message)
+
+    # 7. Saving, loading, copying
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain Python values. Synchronizes; call it after `update()`.
+
+        Returns:
+            torch's five entries, which torch.amp.GradScaler loads too, and "ampkit" with the strategy, its counters,
+            the counts of `stats` and the norms of `TimesMedian`; `{}` when disabled.
+        """
+        if not self._enabled:
+            return {}
+        # All entries are there before the first use too: torch.distributed.checkpoint loads no others.
+        if self._scale is None or self._history is None:
+            counters = self._first_state(torch.device("cpu"))[2:]
+            totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
+        else:
+            counters, totals = self._counters, self._history.to_dict(self._scale)
+        norms = [
+            [*norm_limit.size(optimizer), [norm for norm in record.norms.tolist() if norm < math.inf]]
+            for optimizer, record in self._records.items()
+            if record.norms is not None
+        ]
+        saved = [*norms, *self._init_norms]
+        return saved_state.to_dict(self._rule, self.get_scale(), self._get_growth_tracker(), counters, totals, saved)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of torch.amp.GradScaler. Does nothing when disabled. Never synchronizes.
+
+        The saved factors override the constructor's, as in torch. Unknown entries, and those of another kind of
+        strategy than this scaler's, are ignored with a warning. After an error nothing has been loaded.
+
+        Args:
+            state_dict: the result of `state_dict()`.
+
+        Raises:
+            RuntimeError: `state_dict` is empty, as that of a disabled scaler.
+            KeyError: entries are missing; the message names them.
+            TypeError: an entry has another type.
+            ValueError: a scale, a strategy or a count cannot be used.
+        """
+        if self._enabled:
+            self._take_over(saved_state.loadable(state_dict, self._rule))
+
+    def _take_over(self, new: saved_state.Loadable) -> None:
+        """Continue from a saved state; tensors keep their addresses."""
+        self._rule, self._init_scale = new.rule, new.scale
+        self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
+        self._init_totals, self._init_norms = new.totals, new.norms
+        for optimizer, record in self._records.items():
+            norms = self._first_norms(optimizer)
+            if record.norms is not None and norms is not None:
+                record.norms.copy_(norms)
+        if self._scale is not None and self._growth_tracker is not None:
+            self._check_scale_growth_tracker("load_state_dict")
+            live = self._scale, self._growth_tracker, *self._counters
+            for tensor, value in zip(live, self._first_state(self._scale.device), strict=True):
+                tensor.copy_(value)
+            self._history = History(self._scale.device, new.totals)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings, and the state as numbers. Synchronizes."""
+        fresh = object.__new__(GradScaler)
+        fresh._start()
+        state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
+        if not self._enabled:
+            return state
+        if self._states:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+                "scaler.update(): its notes about this iteration's gradients would be lost."
+            )
+        saved = self.state_dict()
+        own = saved[saved_state.OWN_KEY]
+        return state | {
+            "_init_scale": saved["scale"],
+            "_init_growth_tracker": saved["_growth_tracker"],
+            "_init_counters": own["counters"],
+            "_init_totals": own["totals"],
+            "_init_norms": own["norms"],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start()
+        vars(self).update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
+        memo[id(self.process_group)] = self.process_group  # process groups cannot be copied
+        copied = object.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise for a missing attribute, and say what replaces it if it is one of Apex's."""
+            if name in _NAMES_OF_APEX:
+                instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
+                raise AttributeError(instead, name=name, obj=self)
+            return super().__getattribute__(name)  # raises
+
+
+_NAMES_OF_APEX = {
+    "clear_overflow_state": "update(), which begins an iteration",
+    "cur_scale": "get_scale()",
+    "dynamic": "isinstance(scaler.loss_scale, ampkit.DynamicLossScale)",
+    "has_overflow": "found_inf(optimizer)",
+    "overflow": "found_inf(optimizer)",
+    "unscale": "unscale_(optimizer)",
+    "update_scale": "update()",
+}
+"""Replacements for attributes of Apex's loss scalers and FP16_Optimizer."""
+
+
+def _refuse_capture(device: torch.device, what: str) -> None:
+    """Raise `RuntimeError` during a CUDA graph capture, where `what` would be made again by each replay."""
+    if ampkit_kernels.is_capturing(device):
+        raise RuntimeError(
+            f"{what} would be made inside a CUDA graph capture, and each replay would reset it; run a whole iteration "
+            "(scale, clipping, step, update) before the capture"
+        )
+
+
+def _device_type(device: str | torch.device | None) -> str:
+    """The type of a device or of its name; for None that of the current accelerator, else "cpu"."""
+    if device is None:
+        return current_device_type()
+    if not isinstance(device, str | torch.device):
+        raise TypeError(
+            f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale is the "
+            "second argument here, as in torch.amp (the first in torch.cuda.amp); pass enabled= by keyword"
+        )
+    return torch.device(device).type
+
+
+def _can_scale_on(device_type: str) -> bool:
+    """Whether devices of this type can be used; warns, in torch's words, if "cuda" is not available."""
+    if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
+        return True
+    warn_user("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.")
+    return False
 
 
 def _too_late(name: str) -> RuntimeError:

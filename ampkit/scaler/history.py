@@ -1,8 +1,8 @@
-"""Counts of a scaler's steps, skips and updates, kept on the device and read on request.
+"""Counts of a scaler's steps, skips and updates, and the last updates, read on request.
 
-`History` keeps a few 0-d tensors per update and adds them up in blocks, so that an update costs one small copy and no
-synchronization. Where Triton runs, an update that is added by itself, as in every replay of a CUDA graph, is one
-launch. Only `History.totals`, `History.to_dict` and `History.rows` wait for the device.
+An update appends a few 0-d tensors to a list, and launches nothing for them. Blocks of updates are added to the counts.
+Only `History.totals`, `History.to_dict` and `History.rows` wait for the device. Steps and updates inside a CUDA graph
+capture are not counted, and neither are its replays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from torch import Tensor
 import ampkit_kernels
 
 _BLOCK = 256
-"""Updates that are added to the totals at once, by a few launches."""
+"""Updates that are added to the counts together, by a few launches."""
 _ROWS = 1000
-"""Maximum number of updates kept for `rows`."""
+"""Maximum number of updates in `rows`."""
 
 
 @dataclass(frozen=True)
@@ -53,109 +53,85 @@ class ScalerStats:
     outliers: int = 0
 
 
-# The first seven are in the order of `ampkit_kernels.triton_ops.tally_update_`.
 _COUNTED = ("updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips", "outliers")
-_AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})
 """The keys of `History.to_dict`."""
 
-_Update = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""An iteration's scale, its flag, its norm if it has one, and whether a step was skipped for the norm alone."""
+
+class _Update(NamedTuple):
+    """One iteration: its scale, its flag, its norm, and whether a step was skipped for the norm alone, each 0-d."""
+
+    scale: Tensor
+    found_inf: Tensor
+    norm: Tensor | None
+    outlier: Tensor | None
 
 
 class History:
     """Counters on one device, and the last updates.
-
-    During a CUDA graph capture steps and updates are added to the totals within the graph, so that its replays count.
-    Earlier ones wait until the capture has ended: a replay must not count them again, nor read memory that has been
-    freed. Once there is a graph, a replay may change the scale between any two updates that the host sees, and each of
-    these is added at once.
 
     Args:
         device: the device of the scale.
         saved: counts to continue, from `to_dict`.
 
     Attributes:
-        triton: the kernels for a scaler's single numbers (`ampkit_kernels.triton_ops`); None if Triton does not run on
-            the device.
         no_gradients: optimizer steps that found no gradients.
-        may_be_captured: whether the device is one that CUDA graphs are captured on.
     """
 
     def __init__(self, device: torch.device, saved: Mapping[str, int]) -> None:
         start = [saved.get(name, 0) for name in _COUNTED]
         self._totals = torch.tensor(start, dtype=torch.int64, device="cpu").to(device)
-        ops: Any = ampkit_kernels.backend(self._totals)
-        self.triton = None if ops is ampkit_kernels.reference else ops
-        self.no_gradients = saved.get("no_gradients", 0)
         self._device = self._totals.device
-        self.may_be_captured = device.type == "cuda"
-        self._steps: dict[bool, list[Tensor]] = {False: [], True: []}  # flags, under capture (True) or not
-        self._updates: dict[bool, list[_Update]] = {False: [], True: []}
-        self._has_updates = self._has_graph = False
+        self.no_gradients = saved.get("no_gradients", 0)
+        self._steps: list[Tensor] = []  # flags of inf and NaN
+        self._outliers: list[Tensor] = []  # flags of steps that were skipped for their norm alone
+        self._updates: list[_Update] = []
         self._rows: deque[_Update] = deque(maxlen=_ROWS)
 
     def note_step(self, found_inf: Tensor, outlier: Tensor | None = None) -> None:
         """Note an optimizer step with its 0-d flags: inf or NaN was found, or (a bool) only the norm was too large."""
+        if ampkit_kernels.is_capturing(self._device):
+            return
+        self._steps.append(found_inf)
         if outlier is not None:
-            self._totals[_AT["outliers"]].add_(outlier)
-        captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
-        self._steps[captured].append(found_inf)
+            self._outliers.append(outlier)
 
     def note_update(
         self, scale: Tensor, found_inf: Tensor, norms: Collection[Tensor], outlier: Tensor | None = None
     ) -> bool:
         """Note an update, with a copy of the scale that the iteration used and the norms, of which the largest counts.
 
-        Returns whether to `fold` once the scale has changed: if a block is full, always during and after a CUDA graph
-        capture, and the first time, because a capture must find its kernels loaded.
+        Returns whether to `fold` after the scale has changed.
         """
-        norm = reduce(torch.maximum, norms) if norms else None
-        captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
-        update = scale, found_inf, norm, outlier
-        if captured:
-            self._has_graph = True
-        else:
-            self._rows.append(update)
-        self._updates[captured].append(update)
-        first, self._has_updates = not self._has_updates, True
-        return first or self._has_graph or len(self._updates[captured]) >= _BLOCK
+        if ampkit_kernels.is_capturing(self._device):
+            return False
+        update = _Update(scale, found_inf, reduce(torch.maximum, norms) if norms else None, outlier)
+        self._rows.append(update)
+        self._updates.append(update)
+        return len(self._updates) >= _BLOCK
 
     def fold(self, scale: Tensor) -> None:
-        """Add pending steps and updates to the totals; `scale` is the scale after them. Never synchronizes."""
-        captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
-        steps, updates = self._steps[captured], self._updates[captured]
-        self._steps[captured], self._updates[captured] = [], []
-        if len(updates) == 1 and self._tally(updates[0], steps, scale):
+        """Add pending steps and updates to the counts; `scale` is the scale after them. Never synchronizes."""
+        if ampkit_kernels.is_capturing(self._device):
             return
-        if steps:
-            self._totals[_AT["attempts"]].add_(len(steps))
-            self._totals[_AT["skips"]].add_((torch.stack(steps) != 0).sum())
-        if not updates:
-            return
-        n = len(updates)
-        before, overflow = _stacked(updates)
-        after = torch.cat((before[1:], scale.detach().reshape(1)))
-        # position (from 1) of the last clean update; 0 when there is none
-        last_clean = (torch.arange(1, n + 1, device=overflow.device) * ~overflow).max()
-        in_a_row = self._totals[_AT["consecutive_skips"]]
-        in_a_row.copy_(torch.where(last_clean > 0, n - last_clean, in_a_row + n))
-        self._totals[_AT["updates"]].add_(n)
-        for name, happened in (("overflows", overflow), ("growths", after > before), ("backoffs", after < before)):
-            self._totals[_AT[name]].add_(happened.sum())
-
-    def _tally(self, update: _Update, steps: list[Tensor], scale: Tensor) -> bool:
-        """Add one update to the totals by one launch; False, with nothing done, if there is no kernel for it."""
-        used, flag, *_ = update
-        if self.triton is None or any(
-            scalar.dtype is not torch.float32 or scalar.device != scale.device for scalar in (scale, used, flag, *steps)
-        ):
-            return False
-        self.triton.tally_update_(self._totals, used, scale, flag, steps)
-        return True
+        steps, outliers, updates = self._steps, self._outliers, self._updates
+        self._steps, self._outliers, self._updates = [], [], []
+        zero = torch.zeros((), dtype=torch.int64, device=self._device)
+        skips = (torch.stack(steps) != 0).sum() if steps else zero
+        skipped_for_norm = torch.stack(outliers).sum() if outliers else zero
+        counts = [zero] * 5
+        if updates:
+            n = len(updates)
+            before, overflow = torch.stack([update.scale for update in updates]), _overflows(updates)
+            after = torch.cat((before[1:], scale.detach().reshape(1)))
+            # position (from 1) of the last clean update; 0 when there is none
+            last_clean = (torch.arange(1, n + 1, device=overflow.device) * ~overflow).max()
+            in_a_row = torch.where(last_clean > 0, n - last_clean - self._totals[2], n)  # added to the count so far
+            counts = [zero + n, overflow.sum(), in_a_row, (after > before).sum(), (after < before).sum()]
+        self._totals += torch.stack([*counts, zero + len(steps), skips, skipped_for_norm])
 
     def totals(self, scale: Tensor) -> ScalerStats:
-        """All counts so far. Reads the device once."""
+        """Return all counts so far. Reads the device once."""
         self.fold(scale)
         *totals, scale_now = torch.cat((self._totals.double(), scale.detach().double().reshape(1))).tolist()
         counts = {name: int(count) for name, count in zip(_COUNTED, totals, strict=True)}
@@ -163,37 +139,36 @@ class History:
         return ScalerStats(scale=scale_now, steps=steps, no_gradients=self.no_gradients, **counts)
 
     def to_dict(self, scale: Tensor) -> dict[str, int]:
-        """The counts as plain integers for a checkpoint, without rows. Reads the device once."""
+        """Return the counts as plain integers for a checkpoint, without rows. Reads the device once."""
         self.fold(scale)
         counts = zip(_COUNTED, self._totals.tolist(), strict=True)
         return {**dict(counts), "no_gradients": self.no_gradients}
 
-    def rows(self, scale: Tensor) -> list[dict[str, Any]]:
-        """The last updates as `GradScaler.history` has them. Waits for the device."""
+    def rows(self, scale: Tensor, most: int = _ROWS) -> list[dict[str, Any]]:
+        """Return the last updates, `most` at most, as `GradScaler.history` does. Reads the device once."""
         self.fold(scale)
-        if not self._rows:
+        updates = list(self._rows)[-most:]
+        if not updates:
             return []
-        before, overflow = _stacked(self._rows)
-        norms = torch.stack([before[0] if norm is None else norm.to(before) for _, _, norm, _ in self._rows])
-        outliers = torch.stack([before[0] * 0 if flag is None else flag.to(before) for *_, flag in self._rows])
-        table = torch.stack((before, overflow, norms, outliers), dim=1).tolist()
-        first = int(self._totals[_AT["updates"]]) - len(table) + 1
-        rows = []
-        for i, (values, (_, _, norm, _)) in enumerate(zip(table, self._rows, strict=True)):
-            scale_used, overflowed, grad_norm, outlier = values
-            rows.append(
-                {
-                    "update": first + i,
-                    "scale": scale_used,
-                    "overflow": bool(overflowed),
-                    "grad_norm": None if norm is None else grad_norm,
-                    "outlier": bool(outlier),
-                }
-            )
-        return rows
+        zero = torch.zeros((), device=self._device)
+        norms = [zero if update.norm is None else update.norm for update in updates]
+        outliers = [zero if update.outlier is None else update.outlier for update in updates]
+        scales = torch.stack([update.scale for update in updates])
+        columns = scales, _overflows(updates), torch.stack(norms), torch.stack(outliers)
+        number = self._totals[:1].double().expand(len(updates))  # a column too, so that one read brings everything
+        table = torch.stack([number, *(column.double() for column in columns)], dim=1).tolist()
+        return [
+            {
+                "update": int(number) - len(updates) + i,
+                "scale": used,
+                "overflow": bool(overflow),
+                "grad_norm": None if update.norm is None else norm,
+                "outlier": bool(outlier),
+            }
+            for i, (update, (number, used, overflow, norm, outlier)) in enumerate(zip(updates, table, strict=True), 1)
+        ]
 
 
-def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:
-    """For each update, as vectors, the scale that it used, in float32, and whether it overflowed."""
-    scales, flags, *_ = zip(*updates, strict=True)
-    return torch.stack([used.float() for used in scales]), torch.stack(flags) != 0
+def _overflows(updates: Sequence[_Update]) -> Tensor:
+    """Return a vector of bools: whether each update overflowed."""
+    return torch.stack([update.found_inf for update in updates]) != 0

@@ -1,25 +1,11 @@
 """Loss-scale strategies: how a scale reacts to overflow, as pure arithmetic on tensors.
 
-A strategy is a frozen dataclass with settings. A `ScaleState` of 0-d tensors holds all that changes from update to
+A strategy is a frozen dataclass of settings. A `ScaleState` of 0-d tensors holds everything that changes from update to
 update. `next_state` maps one state to the next without reading a value, so nothing here synchronizes. `GradScaler` has
 one state and writes each next one into the same tensors, whose addresses CUDA graphs replay.
 
-To add a strategy: write a frozen dataclass that inherits from `_LossScale`; add it to `LossScale` and `_KINDS`. It has
-
-- its settings as fields, checked by `__post_init__`; a checkpoint saves them under their names;
-- `kind`, its name in checkpoints, and `scales_losses`, False if losses stay as they are;
-- `next_state(state, found_inf)`;
-- what `GradScaler`, and torch's scaler when it loads the checkpoint, ask of every strategy: `init_scale`,
-  `growth_factor`, `backoff_factor`, `growth_interval`, `min_scale`, `max_scale` and `hysteresis`, as fields, class
-  variables or properties (`StaticLossScale` has those of a scale that never changes);
-- `is_plain = False`, so that `GradScaler` calls `next_state`. If it is True, torch's operator computes the next scale
-  from the four numbers of torch's scaler.
-
-If its scale changes, extend `state_dict_checks.loadable` too: it continues with the saved scale for `DynamicLossScale`
-alone. `on_stuck` and torch's setters of the four numbers (`_check_stuck`, `_change_rule`) ask for that class too.
-
-The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it. Hysteresis follows Megatron-LM
-(refill on growth) and Apex (refill on every clean update), the tolerated overflow rate fairseq.
+The rule (Micikevicius et al. 2018, section 3.2) is torch's own operator, with bounds, and with Megatron-LM's
+hysteresis: the first overflows after growth leave the scale as it is.
 """
 
 from __future__ import annotations
@@ -32,6 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ampkit.torch_private import update_scale_
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32. Reciprocals of all scales from here on are finite."""
@@ -48,15 +36,11 @@ class ScaleState(NamedTuple):
         scale: the loss scale.
         growth_tracker: updates without overflow since the last overflow or growth.
         hysteresis_left: overflows until the scale backs off, that one included.
-        window_updates: updates since the scale last changed.
-        window_overflows: overflows since the scale last changed.
     """
 
     scale: Tensor
     growth_tracker: Tensor
     hysteresis_left: Tensor
-    window_updates: Tensor
-    window_overflows: Tensor
 
 
 def number(argument: Any, name: str, *, whole: bool = False) -> float:
@@ -73,13 +57,12 @@ def number(argument: Any, name: str, *, whole: bool = False) -> float:
 def to_python_numbers(strategy: Any) -> None:
     """Convert a dataclass's fields to Python numbers; `TypeError` if one is no number, or an int field no integer."""
     for setting in fields(strategy):
-        if setting.type != "str":
-            value = number(getattr(strategy, setting.name), setting.name, whole=setting.type == "int")
-            object.__setattr__(strategy, setting.name, value)  # the dataclass is frozen
+        value = number(getattr(strategy, setting.name), setting.name, whole=setting.type == "int")
+        object.__setattr__(strategy, setting.name, value)  # the dataclass is frozen
 
 
 class _LossScale:
-    """The method that all strategies share."""
+    """The rule that all strategies share, with the numbers that each has as attributes."""
 
     def init(self: Any, device: torch.device | str, *, scale: float | None = None, **counters: int) -> ScaleState:
         """Return a first state.
@@ -87,8 +70,8 @@ class _LossScale:
         Args:
             device: where to make its tensors.
             scale: the scale to begin with; None: `init_scale`.
-            counters: other entries of `ScaleState` to begin with, by name; `hysteresis_left` is `hysteresis` without
-                that, the others 0.
+            counters: other entries of `ScaleState` to begin with, by name; without them `hysteresis_left` is
+                `hysteresis`, and `growth_tracker` 0.
         """
         first = self.init_scale if scale is None else scale
         start = {"hysteresis_left": self.hysteresis, **counters}
@@ -96,6 +79,21 @@ class _LossScale:
             torch.full((), first, dtype=torch.float32, device=device),
             *(torch.full((), start.get(name, 0), dtype=torch.int32, device=device) for name in ScaleState._fields[1:]),
         )
+
+    def next_state(self: Any, state: ScaleState, found_inf: Tensor) -> ScaleState:
+        """Return the state after one update. Never synchronizes.
+
+        Args:
+            state: the state before the update.
+            found_inf: a flag, nonzero (or NaN) after an overflow.
+        """
+        scale, tracker, left = state.scale.clone(), state.growth_tracker.clone(), state.hysteresis_left
+        update_scale_(scale, tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
+        overflow = found_inf != 0
+        scale = torch.where(overflow & (left > 1), state.scale, scale).clamp(self.min_scale, self.max_scale)
+        granted = torch.where(tracker == 0, self.hysteresis, left)  # 0 without an overflow: the scale has grown
+        left = torch.where(overflow, (left - 1).clamp(min=1), granted)
+        return ScaleState(scale, tracker, left.to(torch.int32))
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,7 @@ class DynamicLossScale(_LossScale):
         min_scale: the scale never falls below it.
         max_scale: the scale never grows above it. Growth to inf never happens.
         hysteresis: overflows until the scale backs off, that one included; 1: on the first. Every overflow skips its
-            step.
-        hysteresis_refill: after which event the scale again tolerates `hysteresis` - 1 overflows: "growth"
-            (Megatron-LM), or any "clean" update, so that only overflows in a row count (Apex, DeepSpeed's consecutive
-            hysteresis).
-        tolerance: the scale backs off only if at least this share, from 0 to below 1, of the updates since its last
-            change overflowed (fairseq's overflow tolerance).
+            step. After growth the scale again tolerates `hysteresis` - 1 overflows (Megatron-LM).
 
     Raises:
         TypeError: a number is none, or no integer.
@@ -136,8 +129,6 @@ class DynamicLossScale(_LossScale):
     min_scale: float = SMALLEST_SCALE
     max_scale: float = LARGEST_SCALE
     hysteresis: int = 1
-    hysteresis_refill: str = "growth"
-    tolerance: float = 0.0
 
     kind: ClassVar[str] = "dynamic"
     scales_losses: ClassVar[bool] = True
@@ -153,8 +144,6 @@ class DynamicLossScale(_LossScale):
             ("max_scale", low <= high <= LARGEST_SCALE, f"a number from min_scale ({low}) to {LARGEST_SCALE:.3g}"),
             ("init_scale", low <= self.init_scale <= high, f"a number from min_scale ({low}) to max_scale ({high})"),
             ("hysteresis", 1 <= self.hysteresis <= 2**30, "1 (back off at once) or more, at most 2**30"),
-            ("hysteresis_refill", self.hysteresis_refill in ("growth", "clean"), "'growth' or 'clean'"),
-            ("tolerance", 0.0 <= self.tolerance < 1.0, "a share from 0 to below 1"),
         ):
             if not is_right:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
@@ -163,39 +152,6 @@ class DynamicLossScale(_LossScale):
     def stuck_scale(self) -> float:
         """The scale at which overflows have another reason than the scale: 2**-14, or a `min_scale` above it."""
         return max(self.min_scale, 2.0**-14)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the rule is torch's, apart from the bounds."""
-        return self.hysteresis == 1 and self.tolerance == 0.0
-
-    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """Return the state after one update. Never synchronizes.
-
-        Args:
-            state: the state before the update.
-            found_inf: a flag, nonzero (or NaN) after an overflow.
-        """
-        overflow = found_inf != 0
-        updates, overflows = state.window_updates + 1, state.window_overflows + overflow
-        counted = overflow & (overflows.float() >= self.tolerance * updates.float())
-        backs_off = counted & (state.hysteresis_left <= 1)
-        left = torch.where(counted, torch.clamp(state.hysteresis_left - 1, min=1), state.hysteresis_left)
-        in_a_row = state.growth_tracker + 1
-        grows = ~overflow & (in_a_row == self.growth_interval)
-        # Growth to inf keeps the scale and restarts the count, as in torch.
-        grown = _times(state.scale, self.growth_factor)
-        grown = torch.where(torch.isfinite(grown), grown, state.scale)
-        shrunk = _times(state.scale, self.backoff_factor)
-        scale = torch.where(backs_off, shrunk, torch.where(grows, grown, state.scale))
-        refill = grows if self.hysteresis_refill == "growth" else ~overflow
-        return ScaleState(
-            scale.clamp(self.min_scale, self.max_scale),
-            torch.where(overflow | grows, 0, in_a_row).to(torch.int32),
-            torch.where(refill, self.hysteresis, left).to(torch.int32),
-            torch.where(backs_off | grows, 0, updates).to(torch.int32),
-            torch.where(backs_off | grows, 0, overflows).to(torch.int32),
-        )
 
 
 @dataclass(frozen=True)
@@ -224,7 +180,6 @@ class StaticLossScale(_LossScale):
     min_scale: ClassVar[float] = SMALLEST_SCALE
     max_scale: ClassVar[float] = LARGEST_SCALE
     hysteresis: ClassVar[int] = 1
-    is_plain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         to_python_numbers(self)
@@ -235,16 +190,6 @@ class StaticLossScale(_LossScale):
     def init_scale(self) -> float:
         """The scale, by the dynamic rule's name."""
         return self.scale
-
-    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """Return a state with the same scale; `growth_tracker` counts as ever. Never synchronizes.
-
-        Args:
-            state: the state before the update.
-            found_inf: a flag, nonzero (or NaN) after an overflow.
-        """
-        in_a_row = torch.where(found_inf != 0, 0, state.growth_tracker + 1).to(torch.int32)
-        return state._replace(growth_tracker=in_a_row)
 
 
 @dataclass(frozen=True)
@@ -269,9 +214,11 @@ _KINDS: dict[str, type[LossScale]] = {cls.kind: cls for cls in (DynamicLossScale
 
 def checked(strategy: LossScale | None) -> LossScale:
     """The strategy, or for None the default one; `TypeError` for anything else."""
-    if strategy is not None and not isinstance(strategy, LossScale):
+    if strategy is not None and type(strategy) not in _KINDS.values():
+        inherits = " of a subclass, whose rule a checkpoint could not restore" * isinstance(strategy, LossScale)
         raise TypeError(
-            f"loss_scale is {strategy!r}; expected DynamicLossScale(), StaticLossScale(scale) or NoOpLossScale()"
+            f"loss_scale is {strategy!r}{inherits}; expected DynamicLossScale(), StaticLossScale(scale) or "
+            "NoOpLossScale()"
         )
     return DynamicLossScale() if strategy is None else strategy
 
@@ -335,10 +282,3 @@ def from_dict(saved: Mapping[str, Any]) -> LossScale:
             "come from a newer ampkit"
         )
     return cls(**values)
-
-
-def _times(scale: Tensor, factor: float) -> Tensor:
-    """The product, rounded once from float64 as in torch's update kernel; Metal has no float64."""
-    if scale.device.type == "mps":
-        return scale * factor
-    return (scale.double() * factor).float()

@@ -6,7 +6,8 @@ In most models backward reaches parameters roughly in reverse registration order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -14,33 +15,57 @@ from torch import Tensor
 
 from ampkit.dtypes import dtype_name
 from ampkit.gradients.collect import collect, masters_of, moved, places
+from ampkit.torch_private import foreach_clamp_max, foreach_clamp_min, foreach_mul, foreach_norm
 
 _SHOWN = 6
+_CHUNK = 1 << 26
+"""Bytes of gradients that are counted together: counting takes as much memory, twice."""
 
 
 class Counted(NamedTuple):
-    """A gradient with its numbers of inf and NaN, finite ones included."""
+    """A gradient with its number of non-finite elements, which may be 0, and of NaNs among them."""
 
     param: Tensor
     name: str | None  # the optimizer's name for the parameter
     place: str  # in the optimizer: "group 0, parameter 3"
     dtype: torch.dtype
     elements: int
-    counts: Tensor  # of inf, of NaN
+    nonfinite: Tensor
+    nan: Tensor
 
 
 def count_nonfinite(optimizer: torch.optim.Optimizer) -> list[Counted]:
     """Count inf and NaN in every gradient of the optimizer, finite ones included. Never synchronizes."""
     masters = masters_of(optimizer)  # the model has names for its own parameters, not for their masters
     of_model = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
-    gradients = []
+    described: list[tuple[Any, ...]] = []
+    gradients: list[Tensor] = []
     for name, place, param in places(optimizer):
         for tensors in collect([param]).by_device.values():
             grad: Any = param.grad
-            counts = [torch.stack((tensor.isinf().sum(), tensor.isnan().sum())) for tensor in tensors]
-            counted_for = of_model.get(param, param)
-            gradients += [Counted(counted_for, name, place, grad.dtype, grad.numel(), pair) for pair in counts]
-    return gradients
+            described += [(of_model.get(param, param), name, place, grad.dtype, grad.numel())] * len(tensors)
+            gradients += tensors
+    counts: list[tuple[Tensor, Tensor]] = []
+    for _, group in groupby(gradients, lambda gradient: gradient.device):
+        chunk, size = list[Tensor](), 0
+        for gradient in group:
+            if chunk and size + gradient.nbytes > _CHUNK:
+                counts += _counts(chunk)
+                chunk, size = [], 0
+            chunk.append(gradient)
+            size += gradient.nbytes
+        counts += _counts(chunk)
+    return [Counted(*description, *pair) for description, pair in zip(described, counts, strict=True)]
+
+
+@torch.no_grad()
+def _counts(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Count the non-finite elements of each tensor, and the NaNs, by a few operators over the list."""
+    dtype = torch.float32 if tensors[0].device.type == "mps" else torch.float64  # counts beyond 2**24 need float64
+    nonfinite = foreach_norm(foreach_mul(tensors, 0.0), 0, dtype=dtype)  # inf * 0 is NaN, which is not 0
+    bounded = foreach_clamp_max(foreach_clamp_min(tensors, -1.0), 1.0)
+    nan = foreach_norm(foreach_mul(bounded, 0.0), 0, dtype=dtype)
+    return zip(nonfinite, nan, strict=True)
 
 
 class NonFiniteGradient(NamedTuple):
@@ -113,10 +138,12 @@ def report(gradients: Sequence[Counted], model: torch.nn.Module | None) -> Overf
     """The report on all counted gradients, finite ones included. Reads the device once."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     order = {key: position for position, key in enumerate(names)}
-    counts = [moved(gradient.counts, gradients[0].counts.device) for gradient in gradients]
-    numbers = torch.stack(counts).tolist() if counts else []
-    counted = zip(gradients, numbers, strict=True)
-    by_param = {id(gradient.param): (gradient, inf, nan) for gradient, (inf, nan) in counted}
+    counts = [moved(count, gradients[0].nan.device) for each in gradients for count in (each.nonfinite, each.nan)]
+    numbers = map(int, torch.stack(counts).tolist()) if counts else iter(())
+    by_param = {
+        id(gradient.param): (gradient, nonfinite - nan, nan)
+        for gradient, nonfinite, nan in zip(gradients, numbers, numbers, strict=True)
+    }
     nonfinite: list[NonFiniteGradient] = []
     finite_down_to = None
     for key in sorted(by_param, key=lambda key: order.get(key, -1))[::-1]:

@@ -1,6 +1,7 @@
 """Clipping fused with unscaling, against torch's two calls."""
 
 import math
+import os
 
 import hypothesis.strategies as st
 import pytest
@@ -132,25 +133,39 @@ def test_no_gradients_have_norm_zero_and_the_limit_may_live_on_the_device() -> N
     assert clipped[0].item() == pytest.approx(0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("settle", ["step", "clip_grad_value_", "unscale_", "clip_grad_norm_", "a step that raises"])
-def test_gradients_stay_scaled_until_the_step_or_until_something_needs_them(settle, monkeypatch) -> None:
-    """Of optimizers that unscale and clip on the fly; that their steps are torch's: scaler/test_scaler_optimizers."""
+@pytest.mark.parametrize("make", [torch.optim.AdamW, ampkit.optim.AdamW, ampkit.optim.SGD])
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "unscale_", "clip_grad_value_"])
+def test_gradients_are_right_after_every_call(make, call) -> None:
+    """Code may log, change or add noise to them; the step takes them as they are then."""
     params = with_grads([torch.tensor([6.0, 8.0]), torch.tensor([24.0])])
-    optimizer, scaler = ampkit.optim.AdamW(params, lr=0.1), started(GradScaler, 2.0)
-    assert scaler.clip_grad_norm_(optimizer, 6.5).item() == 13.0
-    assert params[1].grad.item() == 24.0
-    if settle == "clip_grad_value_":
-        scaler.clip_grad_value_(optimizer, 100.0)
-    elif settle == "clip_grad_norm_":
-        assert scaler.clip_grad_norm_(optimizer, 1e9).item() == pytest.approx(6.5)
-    elif settle == "a step that raises":
-        with monkeypatch.context() as patch:
-            patch.setattr(optimizer, "step", lambda: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                scaler.step(optimizer)
-    elif settle == "step":
-        scaler.step(optimizer)
-    assert [name for name in ("grad_scale", "found_inf", "grad_multiplier") if hasattr(optimizer, name)] == []
-    if settle != "step":
-        scaler.unscale_(optimizer, allow_repeat=True)
-        assert params[1].grad.item() == pytest.approx(6.0)
+    optimizer, scaler = make(params, lr=0.1), started(GradScaler, 2.0)
+    limits = {"clip_grad_norm_": (6.5,), "clip_grad_value_": (100.0,)}.get(call, ())
+    getattr(scaler, call)(optimizer, *limits)
+    halved = 0.5 if call == "clip_grad_norm_" else 1.0
+    torch.testing.assert_close(
+        [p.grad for p in params], [torch.tensor([3.0, 4.0]) * halved, torch.tensor([12.0]) * halved]
+    )
+    params[0].grad.zero_()
+    before = params[0].detach().clone()
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    iterate(scaler, optimizer)
+    assert torch.equal(params[0], before)
+    assert not params[1].eq(1.0).any()
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="Triton does not interpret here")
+@pytest.mark.parametrize("triton", [False, True])
+def test_lazily_negated_gradients_are_clamped(triton, monkeypatch) -> None:
+    """torch's operators for lists write no such tensor, which may stand beside others."""
+    if triton:
+        from ampkit_kernels import triton_ops
+
+        monkeypatch.setattr("ampkit_kernels.backend", lambda _: triton_ops)
+    for size in (1, 2):  # the gradient of one element is contiguous, as the kernels' lists have them
+        params = [torch.nn.Parameter(torch.ones(size)) for _ in range(2)]
+        params[0].grad = torch.complex(torch.zeros(2), torch.tensor([3.0, -0.5])).conj().imag[:size]
+        params[1].grad = torch.full((size,), 7.0)
+        assert params[0].grad.is_neg()
+        started(GradScaler, 1.0).clip_grad_value_(torch.optim.SGD(params, lr=0.1), 1.0)
+        assert [param.grad.tolist() for param in params] == [[-1.0, 0.5][:size], [1.0] * size]

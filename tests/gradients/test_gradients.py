@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampkit.gradients.collect import check_finite, collect, parameters
+from ampkit.gradients.collect import collect, parameters
 
 CPU = torch.device("cpu")
 
@@ -73,12 +73,12 @@ def test_uncoalesced_gradients_stay_so_unless_asked() -> None:
     param = with_grad(sparse([0, 0], [1.0, 2.0]))
     gradients = collect([param])
     found = {CPU: torch.zeros(())}
-    check_finite(gradients, torch.ones(()), found)
+    gradients.check(torch.ones(()), found)
     assert (found[CPU].item(), param.grad.is_coalesced()) == (0.0, False)
-    check_finite(gradients, torch.tensor(2e38), found)  # finite apart, not added up
+    gradients.check(torch.tensor(2e38), found)  # finite apart, not added up
     assert found[CPU].item() == 1.0
     found = {CPU: torch.zeros(())}
-    check_finite(collect([with_grad(sparse([0, 0], [6e4, 6e4], dtype=torch.float16))]), torch.ones(()), found)
+    collect([with_grad(sparse([0, 0], [6e4, 6e4], dtype=torch.float16))]).check(torch.ones(()), found)
     assert found[CPU].item() == 1.0
     assert collect([param], coalesce=True).duplicated == []
     assert param.grad.is_coalesced()

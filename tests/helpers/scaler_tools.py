@@ -36,6 +36,18 @@ class count_reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Operators(TorchDispatchMode):
+    """The operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def started(cls: Any = GradScaler, *arguments: Any, device: str = "cpu", **options: Any) -> Any:
     """A scaler that has scaled a loss, so its scale is on the device."""
     scaler = cls(device, *arguments, **options)

@@ -182,13 +182,6 @@ class Steps(RuleBasedStateMachine):
         else:
             self.optimizer, self.params = pickle.loads(pickle.dumps((self.optimizer, self.params)))
 
-    @precondition(lambda self: not self.low)
-    @rule(which=st.sampled_from(["none", "some", "all"]))
-    def write_copies(self, which: str) -> None:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        chosen = {"none": [], "some": params[::2], "all": params}[which]
-        self.optimizer.write_copies({param: param.detach().half() for param in chosen})
-
 
 TestSteps = Steps.TestCase
 TestSteps.settings = settings(

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.scaler_tools import count_reads, iterate, with_grads
+from tests.helpers.scaler_tools import alike, count_reads, iterate, started, with_grads
 from tests.optim.steps import PAIRS, SKIPPED, copies_of, interpreted, parameters, train
 
 FORMS = {"default": {}, "fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"fused": False}}
@@ -113,21 +114,17 @@ def test_kernel_path_over_many_steps(pair: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"masters": "remainder", "rounding": "stochastic"}], ids=["torch", "bfloat16"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_backward_through_a_weight_that_a_step_has_changed_raises(pair: str, options: Any, impl: str) -> None:
-    """Also in steps taken as the last one was; and through a copy that the step writes. A skipped step counts too."""
+    """Also in steps taken as the last one was. A skipped step counts too."""
     ours, _, given = PAIRS[pair]
     weight = Parameter(torch.ones(3, 3, dtype=torch.bfloat16 if options else torch.float32))
-    copied = weight.detach().half()
     optimizer = ours([weight], impl=impl, **given, **options)
-    if not options:
-        optimizer.write_copies({weight: copied})
     for _ in range(4):
-        for used in (weight, *([] if options else [copied])):
-            x = torch.ones(3, 3, dtype=used.dtype, requires_grad=True)
-            loss = (x @ used).sum()
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-                loss.backward()
+        x = torch.ones(3, 3, dtype=weight.dtype, requires_grad=True)
+        loss = (x @ weight).sum()
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
     if options:
         loss = (x @ weight).sum()
         optimizer.set_masters(optimizer.masters())
@@ -155,32 +152,6 @@ def test_state_dicts_go_both_ways(pair: str, impl: str) -> None:
     torch.testing.assert_close(params, others, rtol=0, atol=0 if impl == "auto" else 1e-6)
 
 
-@interpreted
-@pytest.mark.parametrize("impl", ["auto", "triton"])
-@pytest.mark.parametrize("pair", ["AdamW", "SGD nesterov"])
-def test_copies_follow_the_parameters(pair: str, impl: str) -> None:
-    ours, _, options = PAIRS[pair]
-    params = parameters()
-    optimizer = ours(params, impl=impl, **options)
-    copies = {p: p.detach().half() for p in params[:2]}
-    optimizer.write_copies(copies)
-    copies[params[1]].zero_()  # unlike its parameter, which has no gradient at first
-    for step, skipped in ((0, 0), (1, 0), (1, 1), (0, 1)):
-        before = params[0].detach().clone()
-        train(optimizer, params, [step], skipped=(skipped,))
-        assert torch.equal(copies[params[0]], params[0].detach().half())
-        assert not copies[params[1]].any()
-        assert torch.equal(before, params[0]) is (step == skipped)
-    optimizer.write_copies({})
-    stale = copies[params[0]].clone()
-    train(optimizer, params, [2], skipped=(0,))
-    assert torch.equal(copies[params[0]], stale)
-    with pytest.raises(ValueError, match="not a parameter of this optimizer"):
-        optimizer.write_copies({torch.ones(2): torch.ones(2)})
-    with pytest.raises(ValueError, match=r"a copy of shape \(2,\) on cpu for a parameter of shape \(5, 3\)"):
-        optimizer.write_copies({params[0]: torch.ones(2)})
-
-
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @BOTH
 def test_closures_and_missing_gradients(cls: type, impl: str) -> None:
@@ -196,22 +167,87 @@ def test_closures_and_missing_gradients(cls: type, impl: str) -> None:
     assert [param.tolist() for param in params[1:]] == [value.tolist() for value in before[1:]]
 
 
-def test_copies_pickles_and_loaded_states_keep_impl_and_copies() -> None:
+def test_copies_pickles_and_loaded_states_keep_the_arguments() -> None:
     params = parameters()
-    optimizer = AdamW(params, impl="reference", lr=0.5)
+    optimizer = AdamW(params, impl="reference", lr=0.5, max_grad_norm=0.1)
     train(optimizer, params, [0])
-    optimizer.write_copies({params[0]: params[0].detach().half()})
     copies = [pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)]
     optimizer.load_state_dict(AdamW(parameters(), lr=0.25).state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.25
     for one in (*copies, optimizer):
-        assert one.impl == "reference"
-        ((param, written),) = one._copies.items()
-        assert param is one.param_groups[0]["params"][0]
-        param.grad = torch.ones_like(param)
+        assert (one.impl, one.max_grad_norm) == ("reference", 0.1)
+        assert torch.equal(one.grad_norm, optimizer.grad_norm)
+        one.param_groups[0]["params"][0].grad = torch.ones(5, 3)
         one.step()
-        assert torch.equal(written, param.half())
-    assert len({copied.data_ptr() for one in (*copies, optimizer) for copied in one._copies.values()}) == 3
+
+
+def clipped_by_torch(optimizer: Any, params: list[Parameter], steps: Any, max_norm: float) -> list[Tensor]:
+    """Steps of torch's clipping and optimizer; returns the norms."""
+    norms = []
+    step = optimizer.step
+    optimizer.step = lambda: (norms.append(torch.nn.utils.clip_grad_norm_(params, max_norm)), step())
+    train(optimizer, params, steps)
+    return norms
+
+
+@interpreted
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("scaler", [None, GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("before", ["nothing", "unscale_"])
+@pytest.mark.parametrize("pair", ["AdamW", "SGD nesterov"])
+def test_a_step_clips_by_the_norm_of_all_groups(pair: str, before: str, scaler: Any, impl: str) -> None:
+    """As torch's clipping before torch's step, without writing a gradient; also in steps taken as the last one was."""
+    ours, theirs, options = PAIRS[pair]
+    params = parameters()
+    others = copies_of(params)
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    mine = ours(groups, impl=impl, **options, max_grad_norm=2.0)
+    fused = {"fused": True} if ours is AdamW and impl == "auto" else {}
+    norms = clipped_by_torch(theirs(others, **options, **fused), others, range(4), 2.0)
+    scaling = None if scaler is None else started(scaler, 8.0)
+    step, scale = mine.step, 1.0 if scaler is None else 8.0
+    seen: list[Tensor] = []
+
+    def scaled_step() -> None:
+        if scaling is not None and before == "unscale_":
+            scaling.unscale_(mine)
+        gradients = [None if p.grad is None else p.grad.clone() for p in params]
+        step() if scaling is None else iterate_with(scaling, step)
+        seen.append(mine.grad_norm)
+        if impl == "triton" or scaler is not torch.amp.GradScaler:
+            assert alike(gradients, [p.grad for p in params])
+
+    def iterate_with(scaling: Any, step: Any) -> None:
+        mine.step = step
+        scaling.step(mine)
+        scaling.update()
+        mine.step = scaled_step
+
+    mine.step = scaled_step
+    train(mine, params, range(4), scale=scale)
+    torch.testing.assert_close(seen, norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(params, others, rtol=1e-5, atol=1e-6)
+    if scaler is GradScaler:
+        torch.testing.assert_close([row["grad_norm"] for row in scaling.history], [n.item() for n in norms])
+
+
+@interpreted
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("limit", [None, 100.0])
+def test_a_clipping_step_skips_as_any_other(impl: str, limit: float | None) -> None:
+    """For inf and NaN, and for a norm above `skip_above`, which is the norm that the step has taken."""
+    params = parameters()
+    optimizer = AdamW(params, impl=impl, max_grad_norm=1.0)
+    scaler = started(GradScaler, 4.0, skip_above=limit)
+    for factor, taken in ((1.0, True), (math.inf, False), (math.nan, False), (1e4, limit is None), (1.0, True)):
+        before = [p.detach().clone() for p in params]
+        for param in params:
+            param.grad = torch.full_like(param, factor * scaler.get_scale())
+        iterate(scaler, optimizer)
+        assert alike(before, [p.detach() for p in params]) is not taken
+        assert scaler.stepped(optimizer) is taken
+        assert optimizer.grad_norm.isfinite() == math.isfinite(factor)
+    assert (scaler.stats().skips, scaler.stats().outliers) == (2, int(limit is not None))
 
 
 @pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")  # torch 2.11 says what it does not trace
@@ -245,6 +281,8 @@ def test_arguments_that_are_refused(cls: Any) -> None:
         ({"masters": True}, r"unknown masters True; expected one of \(None, 'remainder'\)"),
         ({"state_dtype": torch.float16}, "unknown state_dtype torch.float16; expected one of"),
         ({"seed": 0.5}, "got seed 0.5; expected an int"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a positive finite number"),
+        ({"max_grad_norm": one}, "max_grad_norm is .*; expected a number, or None for no clipping"),
         ({"betas": (one, one)} if cls is AdamW else {"weight_decay": one}, "got a tensor for .*; expected a float"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
@@ -328,6 +366,7 @@ def test_groups_that_ask_for_what_no_step_does_are_refused(cls: Any) -> None:
         ("decoupled_weight_decay", False),
         ("dampening", 0.2),
         ("impl", "auto"),
+        ("max_grad_norm", 1.0),
         ("rounding", "nearest"),
         ("masters", None),
         ("state_dtype", None),

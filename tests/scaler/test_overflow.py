@@ -8,7 +8,7 @@ from torch import nn
 
 from ampkit import DynamicLossScale, GradScaler, LossScaleStuckError, StaticLossScale
 from tests.helpers.faults import plant_nonfinite
-from tests.helpers.scaler_tools import OPTIMIZERS, count_reads, iterate, one_parameter, started
+from tests.helpers.scaler_tools import OPTIMIZERS, Operators, count_reads, iterate, one_parameter, started
 
 
 def small_model() -> nn.Sequential:
@@ -89,6 +89,25 @@ def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None
     first, *lines = str(report).splitlines()
     assert first.endswith((f"first bad: {path}", f"finite before {report[0].name}: it began there, or in the loss"))
     assert lines[:-1] == [f"  {each}" for each in report[:6]] + [f"  and {len(report) - 6} more"] * (len(report) > 6)
+
+
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_a_skipped_step_dispatches_two_operators_for_a_gradient_at_most(which, monkeypatch) -> None:
+    """Counted in one pass over the list, or over parts of it that fit into memory; numbers are exact."""
+    for chunk in (1 << 26, 100):
+        monkeypatch.setattr("ampkit.scaler.overflow_report._CHUNK", chunk)
+        n = 60
+        params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(n)]
+        optimizer, scaler = OPTIMIZERS[which](params), started()
+        iterate(scaler, optimizer, *[1.0] * n)
+        for i, param in enumerate(params):
+            param.grad = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
+            param.grad[i % 3] = 1.0
+        with Operators() as operators:
+            scaler.step(optimizer)
+        assert len(operators.names) <= (2 * n if chunk > 100 else 6 * n)
+        wanted = [(2, 0), (1, 1), (1, 1)] * (n // 3)
+        assert [(each.inf, each.nan) for each in scaler.overflow_report()] == wanted[::-1]
 
 
 def overflow(scaler: GradScaler, times: int = 1) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import GradScaler, TimesMedian
+from ampkit.optim import AdamW
 from tests.helpers.faults import plant_nonfinite, spoil_grad
 from tests.helpers.ranks import on_ranks
 from tests.helpers.scaler_tools import OPTIMIZERS, iterate, one_parameter, started
@@ -228,23 +229,6 @@ def pending_reduction(rank: int, world: int) -> None:
         assert (full(param).tolist(), scaler.stepped(optimizer)) == (expected, value == 8.0)
 
 
-def closure_on_one_rank(rank: int, world: int) -> None:
-    """One rank's loss turns NaN while its gradients stay finite: every rank must leave the step."""
-    param, evaluations = nn.Parameter(torch.ones(2)), []
-    optimizer, scaler = torch.optim.LBFGS([param], max_iter=3), GradScaler("cpu", process_group=dist.group.WORLD)
-
-    def closure() -> Any:
-        evaluations.append(1)
-        optimizer.zero_grad()
-        loss = param.square().sum()
-        scaler.scale(loss).backward()
-        return math.nan if rank == 1 and len(evaluations) == 2 else loss
-
-    assert scaler.step(optimizer, closure) is None
-    scaler.update()
-    assert (param.tolist(), scaler.get_scale(), len(evaluations)) == ([1.0, 1.0], 2.0**15, 2)
-
-
 def copying(rank: int, world: int) -> None:
     """Process groups are copied and not pickled."""
     scaler = GradScaler("cpu", process_group=dist.group.WORLD)
@@ -253,15 +237,21 @@ def copying(rank: int, world: int) -> None:
     assert copy.deepcopy(scaler).process_group is dist.group.WORLD
 
 
-def one_norm_is_judged(rank: int, world: int) -> None:
-    """That of the process group, also where clipping takes, and returns, the norm of each rank."""
-    for order, whole in ((2.0, 80**0.5), (1.0, 12.0), (math.inf, 8.0)):
-        for limit in (0.99 * whole, 1.01 * whole):
+def the_norm_of_clipping_is_compared(rank: int, world: int) -> None:
+    """The one of each rank, or of the group, as `clip_grad_norm_` returns it; without clipping of the group.
+
+    A norm above the limit on one rank skips on all of them.
+    """
+    group = dist.group.WORLD
+    for across, order, largest in ((None, 2.0, 8.0), (None, math.inf, 8.0), (group, 1.0, 12.0), (group, 2.0, 80**0.5)):
+        for limit, clips in ((0.99 * largest, True), (1.01 * largest, True), (0.99 * 80**0.5, False), (9.0, False)):
             _, optimizer = one_parameter(grad=4.0 * (rank + 1))
-            scaler = started(GradScaler, 1.0, process_group=dist.group.WORLD, skip_above=limit)
-            assert float(scaler.clip_grad_norm_(optimizer, 1e9, order)) == 4.0 * (rank + 1)
+            scaler = started(GradScaler, 1.0, process_group=group, skip_above=limit)
+            if clips:
+                norm = float(scaler.clip_grad_norm_(optimizer, 1e9, order, process_group=across))
+                assert norm == pytest.approx(largest if across else 4.0 * (rank + 1))
             scaler.step(optimizer)
-            assert scaler.stepped(optimizer) is (limit > whole)
+            assert scaler.stepped(optimizer) is (limit > (largest if clips else 80**0.5))
 
 
 def norms_of_shards(rank: int, world: int) -> None:
@@ -304,9 +294,8 @@ def gradients_placed_anew(rank: int, world: int) -> None:
         (drifted, 2),
         (several_meshes, 4),
         (pending_reduction, 2),
-        (closure_on_one_rank, 2),
         (copying, 2),
-        (one_norm_is_judged, 2),
+        (the_norm_of_clipping_is_compared, 2),
     ],
 )
 def test_on_ranks(check: Callable[..., None], world: int) -> None:
@@ -392,37 +381,38 @@ LAYOUTS: dict[str, tuple[int, int, Callable[[int, int], nn.Module]]] = {  # rank
     "ddp": (2, 0, lambda rank, world: DistributedDataParallel(network())),
     "process group": (2, 1, lambda rank, world: network()),
     "fsdp": (2, 1, lambda rank, world: fully_shard(network())),
-    "hsdp": (4, 1, hybrid),
-    "fsdp with tp": (4, 1, tensor_parallel),
+    "hsdp": (4, 2, hybrid),
+    "fsdp with tp": (4, 2, tensor_parallel),
 }
 
 
-WAYS = (  # enabled, what comes before `step`, `skip_above`, the optimizer
-    (True, "nothing", None, "ordinary"),
-    (True, "nothing", None, "ampkit"),
-    (True, "nothing", 1e9, "ordinary"),
-    (True, "clip", None, "ampkit"),
-    (True, "clip", 1e9, "ordinary"),
-    (True, "clip to inf", 1e9, "ampkit"),
-    (False, "clip", None, "ordinary"),
+WAYS = (  # what comes before `step`, `skip_above`, the optimizer
+    ("nothing", None, "ordinary"),
+    ("nothing", None, "ampkit"),
+    ("nothing", None, "clipping"),
+    ("nothing", 1e9, "ordinary"),
+    ("clip", None, "ampkit"),
+    ("clip", 1e9, "ordinary"),
+    ("clip to inf", 1e9, "ampkit"),
 )
+MAKE = {**OPTIMIZERS, "clipping": lambda params: AdamW(params, lr=0.1, max_grad_norm=0.1)}
 
 
 def collectives(rank: int, world: int, layout: str) -> list[Any]:
     """Those of each way to take a step; in the second of the two steps ranks disagree about everything."""
     found = []
     group = dist.group.WORLD if layout == "process group" else None
-    for enabled, before, limit, which in WAYS:
+    for before, limit, which in WAYS:
         model = LAYOUTS[layout][2](rank, world)
-        optimizer = OPTIMIZERS[which](model.parameters())
-        scaler = GradScaler("cpu", 8.0, enabled=enabled, process_group=group, skip_above=limit)
+        optimizer = MAKE[which](model.parameters())
+        scaler = GradScaler("cpu", 8.0, process_group=group, skip_above=limit)
         for disagree in (False, True):
             optimizer.zero_grad()
             scaler.scale(model(torch.full((2, 6), float(rank + 1))).square().mean()).backward()
             norm = torch.stack([full(param.grad).square().sum() for param in model.parameters()]).sum().sqrt()
             if disagree and rank == 0:
                 optimizer.zero_grad()
-            elif disagree and enabled:
+            elif disagree:
                 spoil_grad(next(model.parameters()), "inf")
             order, across = (2.0, group) if before == "clip" else (math.inf, None)
             with Collectives() as counted:
@@ -430,18 +420,24 @@ def collectives(rank: int, world: int, layout: str) -> list[Any]:
                     clipped = scaler.clip_grad_norm_(optimizer, 0.1, order, process_group=across)
                 scaler.step(optimizer)
                 scaler.update()
-            if before == "clip" and not disagree and group is None:
-                assert float(clipped) == pytest.approx(float(norm) / (8.0 if enabled else 1.0))
+            if not disagree and group is None and (before == "clip" or which == "clipping"):
+                taken = clipped if before == "clip" else optimizer.grad_norm
+                assert float(taken) == pytest.approx(float(norm) / 8.0)
             issued: list[Any] = [None] * world
             dist.all_gather_object(issued, counted.issued)
             assert all(each == issued[0] for each in issued)
-            found.append((enabled, before, limit, which, disagree, len(counted.issued)))
-        assert scaler.get_scale() == (4.0 if LAYOUTS[layout][1] else 8.0 if rank == 0 else 4.0) or not enabled
+            found.append((before, limit, which, disagree, len(counted.issued)))
+        assert scaler.get_scale() == (4.0 if LAYOUTS[layout][1] else 8.0 if rank == 0 else 4.0)
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_takes_one_collective_at_most(layout: str) -> None:
-    """With the norm for clipping and for `skip_above` in it; the same sequence on all ranks, whatever they hold."""
-    world, most, _ = LAYOUTS[layout]
-    assert {found: 1 for found in on_ranks(collectives, layout, world=world)[0] if found[-1] != most} == {}
+def test_a_step_takes_one_collective_for_each_dimension(layout: str) -> None:
+    """With the norm for clipping in it, and one more for `skip_above`, whose flags are known after the norm.
+
+    It is the same sequence on all ranks, whatever they hold.
+    """
+    world, dimensions, _ = LAYOUTS[layout]
+    for found in on_ranks(collectives, layout, world=world)[0]:
+        *_, limit, _, _, issued = found
+        assert issued == (dimensions if limit is None else 2 * dimensions), found

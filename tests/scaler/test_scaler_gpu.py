@@ -4,6 +4,7 @@ That dtypes, norms and trained weights are those of the reference and of torch.a
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ AWARE = {
 
 
 @pytest.mark.parametrize("which", AWARE)
-@pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2, tolerance=0.1)])
+@pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2)])
 def test_no_host_wait_in_an_iteration(which, rule) -> None:
     optimizer = AWARE[which](with_grads([torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda")]))
     scaler, loss = started(device="cuda", loss_scale=rule), torch.ones((), device="cuda", requires_grad=True)
@@ -45,7 +46,7 @@ def test_no_host_wait_in_an_iteration(which, rule) -> None:
 
 @pytest.mark.parametrize("which", AWARE)
 def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
-    """Scales as eager, and replays are counted."""
+    """Scales as eager. Replays are not counted."""
     params = with_grads([torch.ones(16, device="cuda")])
     optimizer, scaler = AWARE[which](params), started(GradScaler, 8.0, device="cuda", growth_interval=2)
     stream = torch.cuda.Stream()
@@ -68,8 +69,7 @@ def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
         graph.replay()
         seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
     assert seen == [(8.0, 1), (16.0, 0), (8.0, 0), (8.0, 1)]
-    counted = [getattr(scaler.stats(), name) - getattr(warmed_up, name) for name in ("updates", "skips", "backoffs")]
-    assert counted == [4, 1, 1]
+    assert scaler.stats() == replace(warmed_up, scale=8.0)
 
 
 def test_gradients_offloaded_to_the_host() -> None:

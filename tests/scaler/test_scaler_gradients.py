@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampkit.optim import AdamW
-from ampkit.scaler import scaler_state
+from ampkit.scaler import grad_scaler
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.torch_private import ready_record
 from tests.helpers.scaler_tools import BOTH, alike, one_parameter, started
@@ -138,7 +138,7 @@ def test_no_other_optimizers_record_is_read(use, monkeypatch) -> None:
             Record.reads += 1
             return super().__getitem__(name)
 
-    monkeypatch.setattr(scaler_state, "ready_record", lambda: Record(ready_record()))
+    monkeypatch.setattr(grad_scaler, "ready_record", lambda: Record(ready_record()))
     scaler, counts = started(GradScaler), []
     for _ in range(20):
         _, optimizer = one_parameter(grad=1.0)
@@ -146,6 +146,20 @@ def test_no_other_optimizers_record_is_read(use, monkeypatch) -> None:
         getattr(scaler, use)(optimizer)
         counts.append(Record.reads)
     assert min(counts) == max(counts) > 0
+
+
+def test_no_optimizer_gets_the_record_of_one_that_has_died() -> None:
+    """Within an iteration: Python gives its id to the next object of its size."""
+    scaler, stages = started(GradScaler), []
+    for _ in range(20):
+        _, optimizer = one_parameter(grad=1.0)
+        stages.append(scaler._per_optimizer_states[id(optimizer)]["stage"].name)
+        scaler.unscale_(optimizer)
+        del optimizer
+        gc.collect()
+    assert set(stages) == {"READY"}
+    scaler.update()
+    assert len(scaler._records) == 0
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])

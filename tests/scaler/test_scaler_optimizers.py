@@ -40,7 +40,7 @@ PARAMETERS = [  # torch clips no sparse gradients
 
 
 def test_no_optimizer_of_torch_is_forgotten() -> None:
-    """LBFGS is tested among the closures."""
+    """LBFGS steps by closures alone, which neither scaler takes."""
     everyone = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type)} - {"Optimizer"}
     assert everyone - set(CASES) == {"LBFGS"}
 

@@ -28,8 +28,8 @@ def run(scaler: GradScaler, flags: list[bool]) -> list[float]:
 @pytest.mark.parametrize(
     "rule",
     [
-        DynamicLossScale(8.0, growth_interval=2, hysteresis=2, tolerance=0.1, min_scale=2.0, max_scale=16.0),
-        DynamicLossScale(8.0, hysteresis=3, hysteresis_refill="clean"),
+        DynamicLossScale(8.0, growth_interval=2, hysteresis=2, min_scale=2.0, max_scale=16.0),
+        DynamicLossScale(8.0, hysteresis=3),
         StaticLossScale(128.0),
         NoOpLossScale(),
     ],
@@ -56,7 +56,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(rule, live, tmp_path) 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("strategy", [DynamicLossScale(hysteresis=3, tolerance=0.1), StaticLossScale(64.0)])
+@pytest.mark.parametrize("strategy", [DynamicLossScale(hysteresis=3), StaticLossScale(64.0)])
 def test_a_distributed_checkpoint_brings_every_count_to_a_fresh_scaler(tmp_path, strategy) -> None:
     """It loads the entries that it finds in the scaler to load, so those are there before anything has happened."""
     used, fresh = GradScaler("cpu", loss_scale=strategy), GradScaler("cpu", loss_scale=strategy)

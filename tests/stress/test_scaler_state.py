@@ -72,7 +72,7 @@ STRANGE: list[Any] = [
 ]
 RULES: list[Callable[[], Any]] = [
     DynamicLossScale,
-    lambda: DynamicLossScale(2.0**10, growth_interval=2, hysteresis=2, hysteresis_refill="clean", tolerance=0.25),
+    lambda: DynamicLossScale(2.0**10, growth_interval=2, hysteresis=2),
     lambda: DynamicLossScale(2.0**4, min_scale=2.0, max_scale=2.0**6),
     lambda: StaticLossScale(128.0),
     NoOpLossScale,

@@ -1,11 +1,13 @@
-"""Checks of a scaler's `state_dict`: every entry is converted and checked before anything is loaded."""
+"""A scaler's state as a checkpoint holds it. Every entry is converted and checked before anything is loaded."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler.history import COUNTS
@@ -19,6 +21,25 @@ _DEFAULT = DynamicLossScale()
 # Saved counts continue on the device, in int32 and int64: half of int32's range, and float64's, leave enough to go on.
 _MOST_IN_A_ROW = 2**30
 _MOST_IN_TOTAL = 2**53
+
+
+def to_dict(
+    rule: LossScale, scale: float, tracker: int, counters: Iterable[Tensor], totals: dict[str, int], norms: list[Any]
+) -> dict[str, Any]:
+    """Return a state as plain Python values: torch's entries, which its scaler loads, and ampkit's under one key."""
+    return {
+        "scale": scale,
+        "growth_factor": rule.growth_factor,
+        "backoff_factor": rule.backoff_factor,
+        "growth_interval": rule.growth_interval,
+        "_growth_tracker": tracker,
+        OWN_KEY: {
+            "loss_scale": scales.to_dict(rule),
+            "counters": dict(zip(COUNTERS, map(int, counters), strict=True)),
+            "totals": totals,
+            "norms": norms,
+        },
+    }
 
 
 @dataclass(frozen=True)

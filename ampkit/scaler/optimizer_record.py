@@ -1,0 +1,155 @@
+"""A scaler's record of one optimizer: its gradients in this iteration, how its last step ended, and its last norms.
+
+Two optimizers with the same parameter would each divide its gradient. So an optimizer's gradients get a mark, an
+attribute of two integers. It keeps nothing alive, refers to no parameter, and `torch.load` accepts a saved gradient
+that has one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ampkit.gradients.collect import parameters
+from ampkit.gradients.ranks import Agreement
+from ampkit.scaler.overflow_report import Counted
+
+_MARK = "_ampkit_unscaled_for"
+"""The attribute of a gradient with `mark` of the optimizer that unscaled it, and a version counter or -1."""
+_UNMARKED = -1, -1
+
+# Random: a gradient that was loaded from a file has a mark of another process, which must match none of this one.
+_marks = itertools.count(secrets.randbits(62))
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """What a scaler notes about an optimizer, for as long as the optimizer lives.
+
+    Attributes:
+        holds_shards: whether the optimizer holds shards of FSDP1.
+        norms: the optimizer's last norms, for `TimesMedian`; None without it.
+        takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not examined yet.
+        idle_steps: initial steps without gradients; -1 after a step that found some.
+
+    Attributes of the last step:
+        found_inf: the flag of inf or NaN, 0-d; None before the first step.
+        skipped: whether the host skipped the step; None: only the device can tell.
+        was_outlier: the flag of a norm above `skip_above`, which skips a step too, 0-d; None without `skip_above`.
+        counts: numbers of inf and NaN in the gradients; None: not counted.
+
+    Attributes of the iteration, from the first call with the optimizer to `update()`:
+        optimizer: the optimizer. This reference keeps its id, by which torch's records are found, from being reused.
+        state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
+        agreement: the ranks that must skip together; None before gradients were collected.
+        outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `agreement`; None: not compared.
+        clipped_norm: the largest norm that clipping returned; None without clipping.
+        compared_norm: the largest norm that was compared with `skip_above`.
+        mark: the number that marks gradients as this optimizer's.
+    """
+
+    holds_shards: bool
+    norms: Tensor | None = None
+    takes_scaler: bool | None = None
+    idle_steps: int = 0
+
+    found_inf: Tensor | None = None
+    skipped: bool | None = None
+    was_outlier: Tensor | None = None
+    counts: list[Counted] | None = None
+
+    optimizer: Any = None
+    state: dict[str, Any] = field(default_factory=dict)
+    agreement: Agreement | None = None
+    outlier: Tensor | None = None
+    clipped_norm: Tensor | None = None
+    compared_norm: Tensor | None = None
+    mark: int = -1
+
+    def begin_iteration(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Join an iteration with torch's record of the optimizer."""
+        self.end_iteration()
+        self.optimizer, self.state, self.mark = optimizer, state, next(_marks)
+
+    def end_iteration(self) -> None:
+        """Forget the iteration, and let the optimizer die."""
+        self.optimizer, self.state, self.mark = None, {}, -1
+        self.agreement = self.outlier = self.clipped_norm = self.compared_norm = None
+
+    def note_clipping(self, norm: Tensor) -> None:
+        """Note a norm by which gradients are clipped."""
+        self.clipped_norm = norm if self.clipped_norm is None else torch.maximum(self.clipped_norm, norm)
+
+    def note_comparison(self, norm: Tensor, outlier: Tensor) -> None:
+        """Note a norm that was compared with `skip_above`, and whether it is above."""
+        self.compared_norm = norm if self.compared_norm is None else torch.maximum(self.compared_norm, norm)
+        self.outlier = outlier
+
+    @property
+    def norm(self) -> Tensor | None:
+        """The norm of the iteration: the one that clipping returned, or the one that was compared with `skip_above`."""
+        return self.compared_norm if self.clipped_norm is None else self.clipped_norm
+
+
+def renew_marks(by_mark: dict[int, OptimizerRecord]) -> None:
+    """Renew the marks of gradients that parameters still have, with version counters, before a backward pass.
+
+    Backward may write other gradients into marked tensors: into these after `zero_grad(set_to_none=False)`, and into
+    those that DDP reuses with `gradient_as_bucket_view`. Their version counters then change.
+    """
+    for old, record in list(by_mark.items()):
+        record.mark = next(_marks)
+        by_mark[record.mark] = by_mark.pop(old)
+        for param in parameters(record.optimizer):
+            grad = param.grad
+            if grad is not None and getattr(grad, _MARK, _UNMARKED) in ((old, -1), (old, grad._version)):
+                setattr(grad, _MARK, (record.mark, grad._version))
+
+
+def claim(grads: Sequence[Tensor], record: OptimizerRecord, by_mark: Mapping[int, OptimizerRecord]) -> None:
+    """Mark gradients as those of an optimizer.
+
+    Args:
+        grads: the gradients that an optimizer has.
+        record: the record of the optimizer.
+        by_mark: the records of all optimizers of the iteration, by mark.
+
+    Raises:
+        RuntimeError: a gradient has the mark of another optimizer of the same iteration, and has not been written to
+            since `renew_marks`.
+    """
+    for grad in grads if len(by_mark) > 1 else ():
+        mark, version = getattr(grad, _MARK, _UNMARKED)
+        owner = by_mark.get(mark)
+        if owner is None or owner is record or owner.state["stage"] is OptState.READY:
+            continue
+        if version in (-1, grad._version):
+            raise RuntimeError(
+                f"a gradient of shape {tuple(grad.shape)} came up for {type(record.optimizer).__name__} and belongs to "
+                f"{type(owner.optimizer).__name__} too, for which it was unscaled or used since the last update(): "
+                f"dividing it twice would ruin it. {_advice(owner.optimizer, record.optimizer)}"
+            )
+    mark = record.mark, -1
+    for grad in grads:
+        setattr(grad, _MARK, mark)
+
+
+def _advice(first: Any, second: Any) -> str:
+    """Return advice about two optimizers that share a gradient, of which one may wrap the other."""
+    for outer, inner in ((first, second), (second, first)):
+        if any(value is inner for value in getattr(outer, "__dict__", {}).values()):
+            return (
+                f"{type(outer).__name__} wraps {type(inner).__name__}: pass one of the two to unscale_, "
+                "clip_grad_norm_, clip_grad_value_ and step"
+            )
+    return (
+        "Give each parameter to one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
+        "zero_grad(set_to_none=True) before the backward of each optimizer"
+    )
