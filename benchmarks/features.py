@@ -21,16 +21,42 @@ WIDTH, LAYERS, ROWS = 32, 100, 16
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+Sides = Callable[[torch.device], dict[str, Side]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature(Case):
+    """A step with one part of ampkit. `parts` makes the sides."""
+
+    parts: Sides
+    family: str = "features"
+    seconds: float = 1.5
+
+    def sides(self, device: torch.device) -> dict[str, Side]:
+        return self.parts(device)
+
+
+def _theirs(device: torch.device) -> Region:
+    return lambda: torch.autocast(device.type, torch.bfloat16)
+
+
+def _ours(device: torch.device, policy: Policy | None = None) -> Region:
+    return lambda: autocast(device.type, torch.bfloat16, policy=policy)
+
+
 def _step(model: nn.Module, region: Region, device: torch.device, around: Region = contextlib.nullcontext) -> Side:
     """Forward, in the region, and backward of a model on rows of `WIDTH` numbers."""
     model.to(device)
     x = torch.randn(ROWS, WIDTH, device=device, generator=torch.Generator(device).manual_seed(0))
+    return _side(model, lambda: model(x).float().sum(), region, around)
 
+
+def _side(model: nn.Module, loss_of_step: Callable[[], Tensor], region: Region, around: Region) -> Side:
     def run(calls: int) -> None:
         for _ in range(calls):
             with around():
                 with region():
-                    loss = model(x).float().sum()
+                    loss = loss_of_step()
                 loss.backward()
             model.zero_grad()
 
@@ -42,27 +68,15 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(*(module for _ in range(LAYERS) for module in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleRules(Case):
-    """A step of 200 modules, some of them bound to float32. Without rules it is torch.amp's job."""
-
-    family: str = "features"
-    seconds: float = 1.5
-
-    def sides(self, device: torch.device) -> dict[str, Side]:
-        def torch_region() -> Any:
-            return torch.autocast(device.type, torch.bfloat16)
-
-        sides = {TORCH: _step(_layers(), torch_region, device)}
-        for count in (0, 1, 10, 100):
-            model = _layers()
-            # Every 2nd, 20th or 200th module: a linear layer.
-            keys = [str(n) for n in range(0, 2 * LAYERS, 2 * LAYERS // count)] if count else []
-            policy = Policy.default(device.type)
-            policy = policy.for_modules(model, dict.fromkeys(keys, torch.float32)) if keys else policy
-            region = lambda policy=policy: autocast(device.type, torch.bfloat16, policy=policy)  # noqa: E731
-            sides[AMPKIT if count == 0 else f"ampkit, {count} with a rule"] = _step(model, region, device)
-        return sides
+def _module_rules(device: torch.device) -> dict[str, Side]:
+    """A step of 200 modules, of which some have a rule for float32. torch.amp does the job without rules."""
+    sides = {TORCH: _step(_layers(), _theirs(device), device), AMPKIT: _step(_layers(), _ours(device), device)}
+    for count in (1, 10, 100):
+        model = _layers()
+        keys = map(str, range(0, 2 * LAYERS, 2 * LAYERS // count))  # linear layers: every 2nd, 20th or 200th module
+        policy = Policy.default(device.type).for_modules(model, dict.fromkeys(keys, torch.float32))
+        sides[f"ampkit, {count} with a rule"] = _step(model, _ours(device, policy), device)
+    return sides
 
 
 class _Functions(nn.Module):
@@ -96,39 +110,24 @@ def _function(fwd: Any, bwd: Any) -> Any:
     return Product
 
 
-@dataclass(frozen=True, kw_only=True)
-class CustomFunctions(Case):
+def _custom_functions(device: torch.device) -> dict[str, Side]:
     """A step of ten custom autograd functions under `custom_fwd` and `custom_bwd`."""
-
-    family: str = "features"
-    seconds: float = 1.5
-
-    def sides(self, device: torch.device) -> dict[str, Side]:
-        kind = device.type
-        theirs = _function(torch.amp.custom_fwd(device_type=kind), torch.amp.custom_bwd(device_type=kind))
-        ours = _function(custom_fwd(device_type=kind), custom_bwd(device_type=kind))
-        return {
-            TORCH: _step(_Functions(theirs), lambda: torch.autocast(kind, torch.bfloat16), device),
-            AMPKIT: _step(_Functions(ours), lambda: autocast(kind, torch.bfloat16), device),
-        }
+    kind = device.type
+    theirs = _function(torch.amp.custom_fwd(device_type=kind), torch.amp.custom_bwd(device_type=kind))
+    ours = _function(custom_fwd(device_type=kind), custom_bwd(device_type=kind))
+    return {
+        TORCH: _step(_Functions(theirs), _theirs(device), device),
+        AMPKIT: _step(_Functions(ours), _ours(device), device),
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recorded(Case):
+def _recorded(device: torch.device) -> dict[str, Side]:
     """A step of 200 modules while its casts are recorded."""
-
-    family: str = "features"
-    seconds: float = 1.5
-
-    def sides(self, device: torch.device) -> dict[str, Side]:
-        def region() -> Any:
-            return autocast(device.type, torch.bfloat16)
-
-        return {
-            TORCH: _step(_layers(), lambda: torch.autocast(device.type, torch.bfloat16), device),
-            AMPKIT: _step(_layers(), region, device),
-            "ampkit, record_casts": _step(_layers(), region, device, record_casts),
-        }
+    return {
+        TORCH: _step(_layers(), _theirs(device), device),
+        AMPKIT: _step(_layers(), _ours(device), device),
+        "ampkit, record_casts": _step(_layers(), _ours(device), device, record_casts),
+    }
 
 
 class _Checkpointed(nn.Module):
@@ -145,39 +144,23 @@ class _Checkpointed(nn.Module):
         return self.model.head(self.model.norm(x))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoints(Case):
-    """Forward and backward of a four-block transformer whose blocks are checkpointed, not reentrant."""
+def _checkpoints(device: torch.device) -> dict[str, Side]:
+    """Forward and backward of a four-block transformer with checkpointed blocks, not reentrant."""
 
-    family: str = "features"
-    seconds: float = 1.5
-
-    def sides(self, device: torch.device) -> dict[str, Side]:
-        return {
-            TORCH: self._side(lambda: torch.autocast(device.type, torch.bfloat16), device),
-            AMPKIT: self._side(lambda: autocast(device.type, torch.bfloat16), device),
-        }
-
-    def _side(self, region: Region, device: torch.device) -> Side:
+    def side(region: Region) -> Side:
         torch.manual_seed(0)
-        model: Any = _Checkpointed(workloads.Decoder(256, WIDTH, 2, 4, 16)).to(device)
+        model = _Checkpointed(workloads.Decoder(256, WIDTH, 2, 4, 16)).to(device)
         ids = torch.randint(256, (2, 16), device=device)
+        return _side(model, lambda: loss_of(model(ids), ids), region, contextlib.nullcontext)
 
-        def run(calls: int) -> None:
-            for _ in range(calls):
-                with region():
-                    loss = loss_of(model(ids), ids)
-                loss.backward()
-                model.zero_grad()
-
-        return Side(run)
+    return {TORCH: side(_theirs(device)), AMPKIT: side(_ours(device))}
 
 
 def cases() -> list[Case]:
     """One case for each part."""
     return [
-        ModuleRules(name="module rules, 200 modules", aims=(Aim("ampkit, 1 with a rule", 1.2),)),
-        CustomFunctions(name="custom_fwd, 10 functions", aims=(Aim(AMPKIT, 1.2),)),
-        Checkpoints(name="checkpoints, d=32", aims=(Aim(AMPKIT, 1.12),)),
-        Recorded(name="record_casts, 200 modules", aims=(Aim("ampkit, record_casts", 1.5),)),
+        Feature(name="module rules, 200 modules", parts=_module_rules, aims=(Aim("ampkit, 1 with a rule", 1.2),)),
+        Feature(name="custom_fwd, 10 functions", parts=_custom_functions, aims=(Aim(AMPKIT, 1.2),)),
+        Feature(name="checkpoints, d=32", parts=_checkpoints, aims=(Aim(AMPKIT, 1.12),)),
+        Feature(name="record_casts, 200 modules", parts=_recorded, aims=(Aim("ampkit, record_casts", 1.5),)),
     ]

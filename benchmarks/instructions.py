@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import fnmatch
 import gc
 import os
 import re
@@ -25,9 +24,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.case import Case
 from benchmarks.environment import ROOT
-from benchmarks.registry import every_case
+from benchmarks.registry import choose, every_case
 
 # Jobs whose kernels are small beside what surrounds them.
 SMALL = (
@@ -53,15 +51,6 @@ void stop(const char *name) { CALLGRIND_STOP_INSTRUMENTATION; CALLGRIND_DUMP_STA
 
 class MissingToolError(RuntimeError):
     """A program that counting needs is not installed."""
-
-
-def chosen(patterns: Sequence[str]) -> list[Case]:
-    """The cases for a CPU that match a pattern. Raises `ValueError` if none does."""
-    cases = [case for case in every_case() if "cpu" in case.devices]
-    found = [case for case in cases if any(fnmatch.fnmatch(f"{case.family}/{case.name}", each) for each in patterns)]
-    if not found:
-        raise ValueError(f"no case for 'cpu' matches {' '.join(patterns)}; python -m benchmarks --list '*' names them")
-    return found
 
 
 def count(patterns: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
@@ -126,7 +115,7 @@ def _inside(library: str, patterns: Sequence[str]) -> None:
     """Count, in the process that valgrind runs."""
     requests = ctypes.CDLL(library)
     torch.set_num_threads(1)
-    for case in chosen(patterns):
+    for case in choose("cpu", patterns):
         sides = case.sides(torch.device("cpu"))
         for name, side in sides.items():
             run, before = side.run, side.before or (lambda: None)
@@ -168,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _inside(options.inside, options.patterns)
         return 0
     try:
-        chosen(options.patterns)
+        choose("cpu", options.patterns)
         with tempfile.TemporaryDirectory() as folder:
             counts = count(options.patterns, Path(folder))
     except (RuntimeError, ValueError) as error:

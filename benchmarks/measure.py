@@ -10,9 +10,8 @@ import torch
 
 from benchmarks.case import Aim, Case
 from benchmarks.environment import load
+from benchmarks.results import Row
 from benchmarks.timing import Clock, EventClock, Sample, Spread, calls_for, clock_for, in_turns, ratios
-
-Row = dict[str, Any]
 
 
 def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clock | None = None) -> Row:

@@ -26,7 +26,7 @@ def test_the_table_has_the_base_and_differences_from_it() -> None:
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert instructions.main(["nothing/*"]) == 1
-    assert "no case for 'cpu' matches nothing/*" in capsys.readouterr().err
+    assert "no case for 'cpu' matches 'nothing/*'" in capsys.readouterr().err
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert instructions.main([]) == 1
     assert "needs valgrind and a C compiler" in capsys.readouterr().err
