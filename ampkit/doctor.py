@@ -44,6 +44,8 @@ CUDA_CAPABILITIES = {"TF32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
 # Turing GPUs without tensor cores, whose float16 convolutions give NaN in some shapes: pytorch issues 58123 and 77955
 # (GTX 16), 59515 (Quadro T2000). Ultralytics' check_amp refuses the same series.
 WRONG_FLOAT16 = re.compile(r"\bGTX 16\d0\b|\bT(400|500|550|600|1000|1200|2000)\b")
+_CUDNN: Any = torch.backends.cudnn  # of whose attributes type checkers find some only
+FLOAT32_SWITCHES = (torch.backends.cuda.matmul, _CUDNN.conv)  # by their `fp32_precision` CUDA computes in TF32 or not
 FASTER = 0.9  # a 16-bit type is faster if it takes at most this share of float32's time
 AS_FAST = 1.1  # two 16-bit types are equally fast if one takes at most this multiple of the other's time
 
@@ -141,7 +143,7 @@ def _remarks(capability: tuple[int, int]) -> Iterator[str]:
     if capability < CUDA_CAPABILITIES["bfloat16"]:
         yield "bfloat16 is only emulated here and very slow"
     else:
-        matmul, conv = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+        matmul, conv = (switch.fp32_precision for switch in FLOAT32_SWITCHES)
         words = {True: "is allowed", False: "is off"}
         yield (
             f"TF32 {words[matmul == 'tf32']} in float32 matrix products and {words[conv == 'tf32']} in convolutions: "
@@ -254,14 +256,13 @@ def _jobs(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor
 @contextmanager
 def _float32_computed_in(precision: str) -> Iterator[None]:
     """Compute float32 matrix products and convolutions of CUDA in "tf32" or in "ieee"."""
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    before = [switch.fp32_precision for switch in switches]
+    before = [switch.fp32_precision for switch in FLOAT32_SWITCHES]
     try:
-        for switch in switches:
+        for switch in FLOAT32_SWITCHES:
             switch.fp32_precision = precision
         yield
     finally:
-        for switch, value in zip(switches, before, strict=True):
+        for switch, value in zip(FLOAT32_SWITCHES, before, strict=True):
             switch.fp32_precision = value
 
 

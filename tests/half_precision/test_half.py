@@ -205,6 +205,22 @@ def test_statistics_of_a_norm_follow_its_weights(dtype: torch.dtype, buffers: An
         assert low(torch.randn(4, 3, 5)).dtype is dtype
 
 
+@pytest.mark.parametrize("kind", ["Llama", "GPTNeoX", "Falcon"])
+@both_dtypes
+def test_transformers_with_rotary_embeddings_run(kind: str, dtype: torch.dtype) -> None:
+    """Their buffers stay float32, and no float32 tensor meets 16-bit weights."""
+    transformers = pytest.importorskip("transformers", reason="it is in ampkit[dev]")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    config = getattr(transformers, f"{kind}Config")(**sizes, eos_token_id=1, bos_token_id=0)
+    model: Any = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    ids, frequencies = torch.randint(100, (2, 16)), {name: b.clone() for name, b in model.named_buffers()}
+    low = half(model, dtype)
+    assert frequencies
+    torch.testing.assert_close(dict(low.named_buffers()), frequencies, rtol=0, atol=0)
+    expected, got = model(input_ids=ids)[0], low(input_ids=ids)[0].float()
+    assert (got - expected).norm() < (1e-2 if dtype is torch.bfloat16 else 2e-3) * expected.norm()
+
+
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
