@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
+import ampkit_kernels
 from ampkit.containers import map_tensors
 from ampkit.gradients import clipping, closures, ranks, step_contract
 from ampkit.gradients.collect import (
@@ -47,7 +48,7 @@ from ampkit.gradients.collect import (
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import skip_above as norm_limit
 from ampkit.scaler import state_dict_checks
-from ampkit.scaler.loss_scale import DynamicLossScale, ScaleState
+from ampkit.scaler.loss_scale import ScaleState
 from ampkit.scaler.optimizer_notes import MARK, LastStep, Notes, note_backward, refuse_claimed
 from ampkit.scaler.overflow_report import count_nonfinite
 from ampkit.scaler.scaler_answers import ScalerAnswers
@@ -221,22 +222,12 @@ class GradScaler(ScalerAnswers):
         return flags
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
-        """1 / scale and a clear flag, both 0-d float32 on the scale's device; 1 for a strategy that scales no losses.
-
-        torch.amp rounds a float64 reciprocal to float32. The float32 quotient has the same bits: rounding twice is
-        innocuous where the wider format has at least 2 * 24 + 2 bits (Figueroa 1995), and float64 has 53. Triton's
-        float32 division is approximate, so its kernel divides in float64.
-        """
+        """1 / scale, or 1 for a strategy that scales no losses; and a clear flag: 0-d float32 on the scale's device."""
         scale = self._scale
         if not self._rule.scales_losses:
-            inv_scale = torch.ones_like(scale)
-        elif self._history.triton is not None:
-            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
-            return inv_scale, flag
-        else:
-            self._used_scale = scale.clone()
-            inv_scale = scale.reciprocal()
-        return inv_scale, torch.zeros_like(inv_scale)
+            return torch.ones_like(scale), torch.zeros_like(scale)
+        inv_scale, flag, self._used_scale = ampkit_kernels.inverse_scale(scale)
+        return inv_scale, flag
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; set the flags that `unscale_` would set."""
@@ -730,20 +721,7 @@ class GradScaler(ScalerAnswers):
         used = scale.clone() if self._used_scale is None else self._used_scale
         norms = self._judged_norms | self._clipped_norms
         is_due = history.note_update(used, found_inf, norms.values(), self._outlier)
-        if history.triton is not None and isinstance(rule, DynamicLossScale):
-            history.triton.update_scale_(
-                (scale, self._growth_tracker, *self._counters),
-                found_inf,
-                growth_factor=rule.growth_factor,
-                backoff_factor=rule.backoff_factor,
-                growth_interval=rule.growth_interval,
-                min_scale=rule.min_scale,
-                max_scale=rule.max_scale,
-                hysteresis=rule.hysteresis,
-                refills_when_clean=rule.hysteresis_refill == "clean",
-                tolerance=rule.tolerance,
-            )
-        elif rule.is_plain:
+        if rule.is_plain:
             update_scale_(
                 scale, self._growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
             )

@@ -1,8 +1,7 @@
 """Counts of a scaler's steps, skips and updates, kept on the device and read on request.
 
 `History` keeps a few 0-d tensors per update and adds them up in blocks, so that an update costs one small copy and no
-synchronization. Where Triton runs, an update that is added by itself, as in every replay of a CUDA graph, is one
-launch. Only `History.totals`, `History.to_dict` and `History.rows` wait for the device.
+synchronization. Only `History.totals`, `History.to_dict` and `History.rows` wait for the device.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class ScalerStats:
     outliers: int = 0
 
 
-# The first seven are in the order of `ampkit_kernels.triton_ops.tally_update_`.
 _COUNTED = ("updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips", "outliers")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})
@@ -76,8 +74,6 @@ class History:
         saved: counts to continue, from `to_dict`.
 
     Attributes:
-        triton: the kernels for a scaler's single numbers (`ampkit_kernels.triton_ops`); None if Triton does not run on
-            the device.
         no_gradients: optimizer steps that found no gradients.
         may_be_captured: whether the device is one that CUDA graphs are captured on.
     """
@@ -85,8 +81,6 @@ class History:
     def __init__(self, device: torch.device, saved: Mapping[str, int]) -> None:
         start = [saved.get(name, 0) for name in _COUNTED]
         self._totals = torch.tensor(start, dtype=torch.int64, device="cpu").to(device)
-        ops: Any = ampkit_kernels.backend(self._totals)
-        self.triton = None if ops is ampkit_kernels.reference else ops
         self.no_gradients = saved.get("no_gradients", 0)
         self._device = self._totals.device
         self.may_be_captured = device.type == "cuda"
@@ -126,8 +120,6 @@ class History:
         captured = self.may_be_captured and ampkit_kernels.is_capturing(self._device)
         steps, updates = self._steps[captured], self._updates[captured]
         self._steps[captured], self._updates[captured] = [], []
-        if len(updates) == 1 and self._tally(updates[0], steps, scale):
-            return
         if steps:
             self._totals[_AT["attempts"]].add_(len(steps))
             self._totals[_AT["skips"]].add_((torch.stack(steps) != 0).sum())
@@ -143,16 +135,6 @@ class History:
         self._totals[_AT["updates"]].add_(n)
         for name, happened in (("overflows", overflow), ("growths", after > before), ("backoffs", after < before)):
             self._totals[_AT[name]].add_(happened.sum())
-
-    def _tally(self, update: _Update, steps: list[Tensor], scale: Tensor) -> bool:
-        """Add one update to the totals by one launch; False, with nothing done, if there is no kernel for it."""
-        used, flag, *_ = update
-        if self.triton is None or any(
-            scalar.dtype is not torch.float32 or scalar.device != scale.device for scalar in (scale, used, flag, *steps)
-        ):
-            return False
-        self.triton.tally_update_(self._totals, used, scale, flag, steps)
-        return True
 
     def totals(self, scale: Tensor) -> ScalerStats:
         """All counts so far. Reads the device once."""

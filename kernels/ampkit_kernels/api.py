@@ -57,6 +57,26 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
 
 
 @torch.no_grad()
+def inverse_scale(scale: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """Return `1 / scale`, a flag of 0 for `found_inf`, and a copy of the scale, in one launch.
+
+    The quotient is correctly rounded, so that it has the bits of torch.amp's. Never synchronizes.
+
+    Args:
+        scale: the loss scale: a 0-d float32 tensor.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Returns:
+        Three 0-d float32 tensors on the scale's device.
+
+    >>> import torch
+    >>> inverse_scale(torch.tensor(4.0))
+    (tensor(0.2500), tensor(0.), tensor(4.))
+    """
+    return select(impl, scale.device).inverse_scale(scale)
+
+
+@torch.no_grad()
 def norm_and_check(
     grads: Sequence[Tensor],
     inv_scale: Tensor,

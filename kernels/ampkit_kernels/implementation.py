@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from . import reference
 
 IMPLS = ("auto", "triton", "reference")
+AUTO = ("cuda",)  # device types on which "auto" tries Triton; tests add "cpu", for the interpreter
 MINIMUM_CAPABILITY = (8, 0)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -79,7 +80,7 @@ def _fault(device: torch.device) -> str | None:
     Nothing but the host is used, so a CUDA graph may be captured meanwhile.
     """
     try:
-        from .triton_ops.scale import compile_one
+        from .triton_ops.unscale import compile_one
 
         compile_one(device)
     except Exception as error:  # the compiler, the linker, the file system and ptxas raise different types
@@ -99,8 +100,7 @@ def _warn_of(fault: str) -> None:
 def uses_triton(impl: str, device: torch.device) -> bool:
     """Whether a call with this `impl` on this device goes to Triton; raises when an explicit request cannot be met."""
     if impl == "auto":
-        # The interpreter is for tests: "auto" never selects it.
-        if device.type != "cuda":
+        if device.type not in AUTO:
             return False
         reason = why_not_triton(device)
         if reason is not None and _unsupported(device) is None:
@@ -118,7 +118,7 @@ def uses_triton(impl: str, device: torch.device) -> bool:
 
 def select(impl: str, device: torch.device) -> ModuleType:
     """The module whose functions compute: `triton_ops` or `reference`, which have functions of the same names."""
-    if not uses_triton(impl, device):
+    if (impl == "auto" and device.type not in AUTO) or not uses_triton(impl, device):
         return reference
     from . import triton_ops
 
@@ -148,4 +148,4 @@ def backend(tensor: Tensor) -> ModuleType:
     >>> backend(torch.ones(2)).__name__
     'ampkit_kernels.reference'
     """
-    return reference if tensor.is_cpu else _backend(tensor.device)
+    return _backend(tensor.device) if tensor.device.type in AUTO else reference

@@ -67,6 +67,16 @@ def _set_unless(finite: Tensor, found_inf: Tensor) -> None:
     found_inf.copy_(torch.where(finite, found_inf, 1.0))
 
 
+def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """1 / scale, a flag of 0, and a copy of the scale; see `ampkit_kernels.inverse_scale`.
+
+    The float32 quotient has the bits of torch.amp's float64 reciprocal rounded to float32: rounding twice is innocuous
+    where the wider format has at least 2 * 24 + 2 bits (Figueroa 1995), and float64 has 53.
+    """
+    inverse = scale.reciprocal()
+    return inverse, torch.zeros_like(inverse), scale.clone()
+
+
 def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
     """Norm of grads * inv_scale without writing them; see `ampkit_kernels.norm_and_check`.
 

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from ampkit_kernels.configs import INTERPRETED_MULTIPROCESSORS
 from ampkit_kernels.float8_scaling import Scaling
-from ampkit_kernels.triton_ops import adamw, float8_quantize, norm, scale, sgd, unscale, unscale_into
+from ampkit_kernels.triton_ops import adamw, float8_quantize, norm, sgd, unscale, unscale_into
 from ampkit_kernels.triton_ops.launch import TRITON_DTYPES, jit_kernel
 from tests.kernels.aot import Case
 
@@ -46,7 +46,8 @@ def numbers(dtype: torch.dtype, aligned: bool = True) -> list[Tensor]:
 
 
 def gradient_passes() -> None:
-    """unscale and norm in every dtype, multiply; the rarer norms in the dtypes whose code differs most."""
+    """unscale and norm in every dtype, multiply, 1 / scale; the rarer norms in the dtypes whose code differs most."""
+    unscale.inverse_scale(ONE)
     for dtype in (FP32, FP16, BF16, FP64):
         unscale.unscale_(numbers(dtype), ONE, FLAG)
         for order in (2.0,) if dtype is FP16 else (1.0, 2.0, float("inf")):
@@ -126,26 +127,6 @@ def steps() -> None:
     step("adamw", FP32, FP32, FP32, beta1=0.3, lr=ONE, maximize=True)
     step("sgd", FP32, FP16, FP32, nesterov=True, lr=ONE, maximize=True, **SCALARS)
     step("sgd", FP32, FP32, FP32, momentum=0.0, weight_decay=0.0, **SCALARS)
-
-
-def single_numbers() -> None:
-    """The kernels of a scaler's single numbers."""
-    scale.inverse_scale(ONE)
-    count = torch.ones((), dtype=torch.int32)
-    for clean in (False, True):
-        scale.update_scale_(
-            (ONE, count, count, count, count),
-            FLAG,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=2000,
-            min_scale=1.0,
-            max_scale=2.0,
-            hysteresis=1,
-            refills_when_clean=clean,
-            tolerance=0.0,
-        )
-    scale.tally_update_(torch.zeros(8, dtype=torch.int64), ONE, ONE, FLAG, [FLAG, FLAG])
 
 
 def float8_casts() -> None:
@@ -259,5 +240,5 @@ def bad_cases(good: list[Case]) -> list[Case]:
 
 def all_cases() -> list[Case]:
     """Every variant, and the bad ones; names are unique."""
-    good = cases_of(gradient_passes, casts, steps, single_numbers, float8_casts)
+    good = cases_of(gradient_passes, casts, steps, float8_casts)
     return [*good, *bad_cases(good)]

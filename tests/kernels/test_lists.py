@@ -145,23 +145,7 @@ def test_what_is_written_is_stale_for_backward(impl: str) -> None:
     `unscale_` leaves versions alone, as torch's operator does: a scaler recognizes unscaled gradients by them.
     """
     inv_scale, flag = scalar(0.5), scalar(0.0)
-    moments, (step, scale) = [[torch.zeros(3)] for _ in range(2)], (scalar(0.0), scalar(2.0))
-
-    def update() -> None:
-        ops: Any = kernels.triton_ops
-        counts = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-        ops.update_scale_(
-            (scale, *counts),
-            flag,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=1,
-            min_scale=1.0,
-            max_scale=2.0,
-            hysteresis=1,
-            refills_when_clean=False,
-            tolerance=0.0,
-        )
+    moments, step = [[torch.zeros(3)] for _ in range(2)], scalar(0.0)
 
     first, second, half = torch.ones(3), torch.ones(3), torch.ones(3).half()
     sparse = torch.sparse_coo_tensor([[0, 3]], [1.0, 2.0], (5,), check_invariants=True)._values()
@@ -180,8 +164,6 @@ def test_what_is_written_is_stale_for_backward(impl: str) -> None:
         ),
         (lambda: kernels.sgd_([first], [second], [], copies=[half], lr=0.1, impl=impl), [first, half], [second]),
     ]
-    if impl == "triton":
-        operations.append((update, [scale], [flag]))
     for i, (operation, written, read) in enumerate(operations):
         before = [t._version for t in written], [t._version for t in read]
         operation()
