@@ -38,8 +38,8 @@ class MasterWeights:
     """Gives an optimizer float32 masters for its float16 and bfloat16 parameters.
 
     Afterwards `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
-    `step` takes the gradients that have arrived, updates the masters, writes them to the model (in the same launch for
-    `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too. `optimizer.zero_grad()` clears the
+    `step` takes the gradients that have arrived, updates the masters, writes them to the model and drops the masters'
+    gradients. Closures work too. `optimizer.zero_grad()` clears the
     gradients of masters and model. float32 parameters stay as they are. 16-bit parameters that join later, by
     `add_param_group` or `requires_grad_(True)`, get masters in the next step; frozen ones get none. A sparse gradient
     becomes dense.
@@ -192,7 +192,6 @@ class MasterWeights:
     def _adopt(self) -> None:
         """Replace the 16-bit parameters in the optimizer's groups by masters."""
         optimizer = self.optimizer
-        before = len(self._pairs)
         for group in optimizer.param_groups:
             params: list[Tensor] = group["params"]
             for index, param in enumerate(params):
@@ -207,8 +206,6 @@ class MasterWeights:
                 params[index] = master
                 _move_state(optimizer, param, master)
                 self._pairs[id(param)] = _Pair(param, master, param._version)
-        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):  # it writes the model as it steps
-            optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._adopt()
@@ -229,10 +226,7 @@ class MasterWeights:
         return (args[0], *arguments), kwargs
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if hasattr(optimizer, "write_copies") and closures.extract(args[1:], kwargs) is None:
-            self._note_written()
-        else:
-            self.write_back_()
+        self.write_back_()
         for pair in self._pairs.values():
             pair.master.grad = None
 

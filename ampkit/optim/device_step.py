@@ -52,10 +52,9 @@ class DeviceStep(ABC):
     param_groups: list[dict[str, Any]]
     state: Any
     _precision: Precision
-    _copies: dict[Tensor, Tensor]  # of `write_copies`
     # `_fingerprint` of each weight with a remainder after its last step. Weak references keep no weight alive.
     _fingerprints: dict[ref[Tensor], tuple[Any, ...]]
-    # By index of the group, device, whether copies are written, `impl`, and which parameters have gradients.
+    # By index of the group, device, whether weights have remainders, `impl`, and which parameters have gradients.
     _caches: dict[tuple[int, torch.device, bool, str, bytes], kernels.StepCache]
     _warned = False
 
@@ -94,8 +93,7 @@ class DeviceStep(ABC):
                 )
         if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
-        self.impl, self._precision, self._fingerprints = impl, precision, {}
-        self._set_copies({})
+        self.impl, self._precision, self._fingerprints, self._caches = impl, precision, {}, {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer` does. Never synchronizes.
@@ -128,36 +126,6 @@ class DeviceStep(ABC):
                     "torch.optim for it"
                 )
         self._precision.check(group["params"])
-
-    def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
-        self._copies = copies
-        self._caches = {}
-
-    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Let every step also write new parameter values, converted, into these tensors. Never synchronizes.
-
-        A skipped step leaves them as they are. They are not part of the `state_dict`. Pickles and copies of the
-        optimizer have copies of their own.
-
-        Args:
-            copies: a tensor per parameter, of any floating-point dtype, and of the parameter's shape and device; an
-                empty mapping ends the writing.
-
-        Raises:
-            TypeError: `copies` is no mapping.
-            ValueError: a key is no parameter of the optimizer, a copy differs in shape or device, or the optimizer has
-                remainders.
-        """
-        if copies and self.has_remainders:
-            raise ValueError("write_copies does not support masters='remainder'; use one of the two")
-        self._check_known("write_copies", copies)
-        for param, copy in copies.items():
-            if copy.shape != param.shape or copy.device != param.device:
-                raise ValueError(
-                    f"write_copies got a copy of shape {tuple(copy.shape)} on {copy.device} for a parameter of shape "
-                    f"{tuple(param.shape)} on {param.device}; expected the same: torch.empty_like(param, dtype=...)"
-                )
-        self._set_copies(dict(copies))
 
     @property
     def has_remainders(self) -> bool:
@@ -277,14 +245,13 @@ class DeviceStep(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer; torch's `load_state_dict` calls this too, with state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
-        self._fingerprints = {}
-        self._set_copies(self._copies)
+        self._fingerprints, self._caches = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's entries, and those of this class that pickles keep."""
         self._all_remainders()
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc, assignment]
-        return {**state, "impl": self.impl, "_copies": self._copies, "_precision": self._precision}
+        return {**state, "impl": self.impl, "_precision": self._precision}
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -330,7 +297,8 @@ class DeviceStep(ABC):
             which = _which(grads)
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        columns, beside = [params, grads], self._copies
+        columns: list[Any] = [params, grads]
+        remainders: dict[Tensor, Tensor] = {}
         try:
             if names:
                 state = self.state
@@ -338,7 +306,7 @@ class DeviceStep(ABC):
                 for name in names:
                     columns.append([entries[name] for entries in states])
             if self.has_remainders:
-                beside = self._remainders(params)
+                remainders = self._remainders(params)
         except KeyError:
             return False
         launches = []
@@ -349,21 +317,21 @@ class DeviceStep(ABC):
             if any(placements_of(column) != where for column in columns[1:n]):
                 return False  # `_step_kernels` redistributes gradients
             sharded, columns = params, list(map(local_tensors, columns))
-        for device, rows, copies in _launched_alike(params, beside):
+        for device, rows, beside in _launched_alike(params, remainders):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-            cache = self._caches.get((number, device, copies is not None, self.impl, which))
-            if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
+            cache = self._caches.get((number, device, beside is not None, self.impl, which))
+            if cache is None or not cache.fits([*lists[:n], *([] if beside is None else [beside]), *lists[n:]]):
                 return False
-            launches.append((cache, lists[0] if copies is None else [*lists[0], *copies]))
+            launches.append((cache, lists[0] if beside is None else [*lists[0], *beside]))
         with _shifted_by_shard(columns[-1], sharded) if sharded and "stream" in names else nullcontext():
             for cache, written in launches:
                 cache.launch(self._all_options(group, scalars, cache.device))
                 # As in-place operations do: autograd finds stale saved tensors by it.
                 torch.autograd.graph.increment_version(written)
         if sharded:
-            torch.autograd.graph.increment_version([*sharded, *self._copies.values()])
+            torch.autograd.graph.increment_version(sharded)
         if self.has_remainders:
-            self._note_fingerprints(beside)
+            self._note_fingerprints(remainders)
         return True
 
     def _note_fingerprints(self, params: Iterable[Tensor]) -> None:
@@ -389,8 +357,6 @@ class DeviceStep(ABC):
         if self.impl != "triton" and all(map(_is_cpu, params)) and set(map(type, params)) <= ORDINARY:
             here = scalars.on(_CPU)
             if self._step_torch(group, _CPU, here):
-                if self._copies:
-                    self._write_copies_of(params, here)
                 return
         by_device: dict[torch.device, list[Tensor]] = {}
         for param in params:
@@ -405,16 +371,6 @@ class DeviceStep(ABC):
             for part in _by_mesh(params):
                 if not self._step_torch({**group, "params": part}, device, here):
                     self._step_kernels(number, group, device, part, scalars)
-                elif self._copies:
-                    self._write_copies_of(part, here)
-
-    def _write_copies_of(self, params: Sequence[Tensor], scalars: StepScalars) -> None:
-        """Write the copies of parameters that torch's functions have stepped."""
-        copied = [param for param in params if param in self._copies and param.grad is not None]
-        if copied and not scalars.skips_on_host():
-            targets = [self._copies[param] for param in copied]
-            kernels.cast_(list(map(local_tensor, copied)), list(map(local_tensor, targets)))
-            note_written(targets)
 
     @dynamo_skip
     def _step_kernels(
@@ -429,22 +385,21 @@ class DeviceStep(ABC):
             [local_gradient(param, param.grad) for param in params],
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
-        masters = self.has_remainders
-        beside = self._remainders(params) if masters else self._copies
+        remainders = self._remainders(params) if self.has_remainders else {}
         with nullcontext() if "stream" not in names else _shifted_by_shard(columns[-1], params):
-            for rows, copies in split_by_copy(params, beside):
+            for rows, beside in split_by_remainder(params, remainders):
                 lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
                 grads = [param.grad for param in group["params"]]
-                cache = self._cache((number, device, copies is not None, self.impl, _which(grads)))
+                cache = self._cache((number, device, beside is not None, self.impl, _which(grads)))
                 options = self._all_options(group, scalars, device)
-                options["remainders" if masters else "copies"] = copies
+                options["remainders"] = beside
                 if "stream" in names:
                     *lists, options["streams"] = lists
                 self._step_kernel(group, lists, impl=self.impl, cache=cache, **options)
                 stepped = params if rows is None else [params[i] for i in rows]
-                note_written([*stepped, *(beside[param] for param in stepped if param in beside)])
-        if masters:
-            self._note_fingerprints(beside)
+                note_written([*stepped, *(remainders[param] for param in stepped if param in remainders)])
+        if self.has_remainders:
+            self._note_fingerprints(remainders)
 
     def _cache(self, key: tuple[int, torch.device, bool, str, bytes]) -> kernels.StepCache:
         """The cache for a combination of gradients of a group; a new one replaces the oldest of `_MOST_CACHES`."""
@@ -595,35 +550,38 @@ def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
     return grads
 
 
-def split_by_copy(
-    params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
+def split_by_remainder(
+    params: Sequence[Tensor], remainders: Mapping[Tensor, Tensor]
 ) -> list[tuple[list[int] | None, list[Tensor] | None]]:
-    """Indices of parameters without a copy, then of those with one and the copies; None for all or for no copies."""
-    if not copies:
+    """Indices of parameters without a remainder, then of those with one and their remainders.
+
+    None in place of indices stands for all parameters, in place of remainders for none.
+    """
+    if not remainders:
         return [(None, None)] if params else []
     parts = []
-    for with_copy in (False, True):
-        indices = [i for i, param in enumerate(params) if (param in copies) is with_copy]
+    for with_remainder in (False, True):
+        indices = [i for i, param in enumerate(params) if (param in remainders) is with_remainder]
         if indices:
-            targets = [local_tensor(copies[params[i]]) for i in indices] if with_copy else None
-            parts.append((None if len(indices) == len(params) else indices, targets))
+            beside = [local_tensor(remainders[params[i]]) for i in indices] if with_remainder else None
+            parts.append((None if len(indices) == len(params) else indices, beside))
     return parts
 
 
 def _launched_alike(
-    params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
+    params: Sequence[Tensor], remainders: Mapping[Tensor, Tensor]
 ) -> Iterator[tuple[torch.device, list[int] | None, list[Tensor] | None]]:
-    """Each device with `split_by_copy` of its parameters."""
+    """Each device with `split_by_remainder` of its parameters."""
     if len(set(map(Tensor.get_device, params))) < 2:
-        for rows, targets in split_by_copy(params, copies):
-            yield params[0].device, rows, targets
+        for rows, beside in split_by_remainder(params, remainders):
+            yield params[0].device, rows, beside
         return
     by_device: dict[torch.device, list[int]] = {}
     for i, param in enumerate(params):
         by_device.setdefault(param.device, []).append(i)
     for device, here in by_device.items():
-        for rows, targets in split_by_copy([params[i] for i in here], copies):
-            yield device, here if rows is None else [here[i] for i in rows], targets
+        for rows, beside in split_by_remainder([params[i] for i in here], remainders):
+            yield device, here if rows is None else [here[i] for i in rows], beside
 
 
 def _which(grads: Sequence[Tensor | None]) -> bytes:

@@ -241,7 +241,6 @@ def adamw_(
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    copies: Sequence[Tensor] | None = None,
     remainders: Sequence[Tensor] | None = None,
     streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
@@ -252,7 +251,7 @@ def adamw_(
     AdamW is Loshchilov and Hutter's (https://arxiv.org/abs/1711.05101), its operations in the order of
     `torch.optim.AdamW(foreach=False)`. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored
     value. inf and NaN in gradients are stepped with unless `found_inf` says otherwise. Never synchronizes. Moves 28
-    bytes per float32 element, 2 more with a half copy.
+    bytes per float32 element.
 
     Args:
         params: parameters as `unscale_` takes tensors, on one device; updated in place. May be empty.
@@ -273,9 +272,8 @@ def adamw_(
             clip_coefficient`. None: 1.
         grad_scale: each gradient is divided by this float32 element as it is read. None: 1.
         found_inf: one float32 element; other than 0, nothing at all is written. None: always step.
-        copies: one tensor per parameter, float16 or bfloat16 weights for the next forward; receives the new parameter.
-        remainders: one float16 tensor per bfloat16 parameter, in place of `copies`; both together are one float32
-            number, which is stepped: see `ampkit_kernels.rounding`. Updated in place.
+        remainders: one float16 tensor per bfloat16 parameter; both together are one float32 number, which is stepped:
+            see `ampkit_kernels.rounding`. Updated in place.
         streams: one int64 element per parameter, from which its bfloat16 values and moments are rounded at random: see
             `ampkit_kernels.rounding`. Advanced in place. None: round to nearest.
         cache: keeps what kernels need for the next step over alike lists: one for each parameter group. Not used by
@@ -286,7 +284,7 @@ def adamw_(
         TypeError: tensors of other dtypes or layouts, DTensors, moments of several dtypes, remainders beside parameters
             that are not bfloat16.
         ValueError: lengths, shapes or devices that differ, lazily negated or conjugated tensors other than gradients, a
-            scalar that is not one float32 element, streams that are not int64, or both copies and remainders.
+            scalar that is not one float32 element, or streams that are not int64.
 
     >>> import torch
     >>> p, g, m, v, step = (torch.ones(1), torch.ones(1), torch.zeros(1), torch.zeros(1), torch.zeros(()))
@@ -296,7 +294,7 @@ def adamw_(
     """
     op = "adamw_"
     by_name = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    by_name |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders}
+    by_name |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "remainders": remainders}
     lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
     if len(steps) != len(params):
         raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
@@ -334,7 +332,6 @@ def sgd_(
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    copies: Sequence[Tensor] | None = None,
     remainders: Sequence[Tensor] | None = None,
     streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
@@ -355,7 +352,7 @@ def sgd_(
         nesterov: step by the gradient plus `momentum` times the new buffer.
         maximize: step up the gradient.
         multiplier, grad_scale, found_inf: one float32 element each, or None, as in `adamw_`.
-        copies, remainders, streams: one tensor per parameter each, or None, as in `adamw_`.
+        remainders, streams: one tensor per parameter each, or None, as in `adamw_`.
         cache: as in `adamw_`.
         impl: which implementation computes; see `ampkit_kernels`.
 
@@ -371,7 +368,7 @@ def sgd_(
     """
     op = "sgd_"
     by_name = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers if momentum != 0 else None}
-    by_name |= {"copies": copies, "remainders": remainders}
+    by_name |= {"remainders": remainders}
     lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
@@ -458,8 +455,6 @@ def _step_lists(
     for name, scalar in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):
         if scalar is not None:
             check_scalar(name, scalar, plain["params"], op)
-    if "copies" in plain and "remainders" in plain:
-        raise ValueError(f"{op}: got both copies and remainders; expected one of them")
     for i, (p, remainder) in enumerate(zip(plain["params"], plain.get("remainders", ()), strict=False)):
         if (p.dtype, remainder.dtype) != (torch.bfloat16, REMAINDER):
             raise TypeError(

@@ -408,7 +408,5 @@ def _store(
             (old, rounding.rounded(new.float(), bits) if old.dtype is torch.bfloat16 else new)
             for (old, new), bits in zip(values, rounding.random_bits(advanced, p, numbers), strict=False)
         ]
-    if "copies" in row:
-        exact.append((row["copies"], values[0][1].to(p.dtype)))
     for old, new in (*values, *exact):
         old.copy_(new if skip is None else torch.where(skip, old, new.to(old.dtype)))

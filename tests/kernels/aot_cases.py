@@ -83,7 +83,6 @@ def step(
     param: torch.dtype,
     grad: torch.dtype,
     state: torch.dtype,
-    last: torch.dtype | None = None,
     *,
     aligned: bool = True,
     amsgrad: bool = False,
@@ -91,13 +90,13 @@ def step(
     stochastic: bool = False,
     **options: Any,
 ) -> None:
-    """A step of an optimizer; `last` is the dtype of copies."""
+    """A step of an optimizer."""
     lists = {"params": numbers(param), "grads": numbers(grad, aligned)}
     names = ["exp_avgs", "exp_avg_sqs", *["max_exp_avg_sqs"] * amsgrad]
     if kind == "sgd":
         names = ["momentum_buffers"] if options.setdefault("momentum", 0.9) else []
     lists |= {name: numbers(state) for name in names}
-    lists |= {"copies": numbers(last)} if last else {"remainders": numbers(FP16)} if remainder else {}
+    lists |= {"remainders": numbers(FP16)} if remainder else {}
     lists |= {"streams": [torch.zeros((), dtype=torch.int64)]} if stochastic else {}
     options = {"lr": 0.1, "weight_decay": 0.1, **options}
     if kind == "sgd":
@@ -108,22 +107,20 @@ def step(
 
 
 def steps() -> None:
-    """Dtypes of parameters, gradients and state, copies, alignment, device scalars, remainders; rarer options."""
+    """Dtypes of parameters, gradients and state, alignment, device scalars, remainders; rarer options."""
     for kind in ("adamw", "sgd"):
         for grad in (FP32, FP16, BF16):
             step(kind, FP32, grad, FP32, **SCALARS)
         for dtype in (FP16, BF16, FP64):
             step(kind, dtype, dtype, dtype, **SCALARS)
-        step(kind, FP32, FP32, FP32, BF16, **SCALARS)
         step(kind, FP32, FP32, FP32, aligned=False, **SCALARS)
         for dtype, state in ((BF16, BF16), (BF16, FP32), (FP32, BF16)):
             step(kind, dtype, dtype, state, stochastic=True, **SCALARS)
         step(kind, BF16, BF16, BF16, stochastic=True, aligned=False, **SCALARS)
         step(kind, BF16, BF16, FP32, remainder=True, **SCALARS)
     step("adamw", BF16, BF16, BF16, remainder=True, stochastic=True, **SCALARS)
-    step("adamw", FP32, FP32, FP32, FP16, **SCALARS)
     step("adamw", FP32, FP32, FP32, amsgrad=True, **SCALARS)
-    step("adamw", FP32, FP16, FP32, FP16, amsgrad=True, aligned=False, **SCALARS)
+    step("adamw", FP32, FP16, FP32, amsgrad=True, aligned=False, **SCALARS)
     step("adamw", FP32, FP32, FP32, beta1=0.3, lr=ONE, maximize=True)
     step("sgd", FP32, FP16, FP32, nesterov=True, lr=ONE, maximize=True, **SCALARS)
     step("sgd", FP32, FP32, FP32, momentum=0.0, weight_decay=0.0, **SCALARS)
@@ -145,8 +142,8 @@ def lists_walked(kernel: str, constants: dict[str, Any]) -> tuple[list[tl.dtype]
         return [constants["SOURCE"], *written * constants["ACCUMULATE"]], written
     if kernel in ("adamw", "sgd"):
         n_state = 2 + constants["AMSGRAD"] if kernel == "adamw" else int(constants["MOMENTUM"])
-        both = [constants["PARAM"], *[constants["MOMENT"]] * n_state, *[constants["COPY_TO"]] * constants["REMAINDER"]]
-        return [constants["GRAD"], *both], [*both, *[constants["COPY_TO"]] * constants["COPY"]]
+        both = [constants["PARAM"], *[constants["MOMENT"]] * n_state, *[tl.int16] * constants["REMAINDER"]]
+        return [constants["GRAD"], *both], both
     return [constants["DTYPE"]], [constants["DTYPE"]] * (kernel != "norm")
 
 

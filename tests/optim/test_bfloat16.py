@@ -172,7 +172,6 @@ def test_a_weight_that_is_written_from_outside_loses_its_remainder(write: Callab
     optimizer, params = trained(2, impl=impl, **REMAINDER)
     copied, copies = copy.deepcopy((optimizer, params))
     before = [m.clone() for m in optimizer.masters().values()]
-    optimizer.write_copies({})  # ends nothing here, and forgets no step
     write(params[0], torch.full((5, 3), 0.5).bfloat16())
     copied.set_masters({copies[0]: params[0].detach().float()})
     train(optimizer, params, [2])
@@ -320,8 +319,6 @@ def test_masters_are_given_and_taken() -> None:
     assert_equal(list(optimizer.masters().values()), [p.detach().float() for p in params[:4]])
     with pytest.raises(ValueError, match="expected an optimizer with masters='remainder'"):
         SGD(params).set_masters({})
-    with pytest.raises(ValueError, match="write_copies does not support masters='remainder'"):
-        optimizer.write_copies({params[0]: params[0].detach()})
 
 
 @pytest.mark.parametrize(

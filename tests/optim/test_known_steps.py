@@ -71,7 +71,6 @@ class Steps(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(list(OPTIMIZERS)))
     def start(self, kind: str) -> None:
         self.kind, self.gradients, self.capturing = kind.split()[0], ["new"] * 8, False
-        self.low = "bfloat16" in kind
         self.params = parameters(kind)
         self.params[-1].data = self.params[-1].data.to(memory_format=torch.channels_last)
         self.optimizer = OPTIMIZERS[kind]([{"params": self.params[:2]}, {"params": self.params[2:]}])
@@ -181,13 +180,6 @@ class Steps(RuleBasedStateMachine):
             self.optimizer, self.params = copy.deepcopy((self.optimizer, self.params))
         else:
             self.optimizer, self.params = pickle.loads(pickle.dumps((self.optimizer, self.params)))
-
-    @precondition(lambda self: not self.low)
-    @rule(which=st.sampled_from(["none", "some", "all"]))
-    def write_copies(self, which: str) -> None:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        chosen = {"none": [], "some": params[::2], "all": params}[which]
-        self.optimizer.write_copies({param: param.detach().half() for param in chosen})
 
 
 TestSteps = Steps.TestCase

@@ -10,8 +10,8 @@ Contract, per tensor, with g = sign * gradient * multiplier / grad_scale (https:
     p <- p - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
 With amsgrad the last line has the running maximum of v in place of v. params, moments: dense CUDA tensors with equal
-strides, any float dtypes; grads are only read; copies (optional) receive the new p in their own dtype; steps:
-one float32 element each, on the device. remainders (in place of copies) and streams, both optional: see
+strides, any float dtypes; grads are only read; steps: one float32 element each, on the device. remainders and streams,
+both optional: see
 `ampkit_kernels.rounding`. Where found_inf is set nothing is written. Arithmetic in float32 (float64 for float64
 parameters), in the order of `torch.optim.AdamW(foreach=False)`, with correctly rounded division and square root, and a
 multiply-add fused exactly where torch's CPU kernels fuse one. Does not synchronize.
@@ -19,7 +19,7 @@ multiply-add fused exactly where torch's CPU kernels fuse one. Does not synchron
 `prepare_kernel` counts the steps up, advances the streams and turns the hyperparameters into one row of coefficients
 per tensor, in float64 rounded once; `adamw_kernel` reads no other numbers.
 
-Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad, 2 more with a half copy. For bfloat16 weights
+Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad. For bfloat16 weights
 and gradients 14 with bfloat16 moments, 22 with float32 ones; 4 more with remainders.
 """
 
@@ -136,7 +136,6 @@ def _adamw_block(
     keys,
     ACC: tl.constexpr,
     AMSGRAD: tl.constexpr,
-    COPY: tl.constexpr,
     REMAINDER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     LERP_FROM_END: tl.constexpr,
@@ -177,8 +176,6 @@ def _adamw_block(
     if AMSGRAD:
         store_block(xp, o, largest, mask, MASKED)
     store_block(pp, o, p, mask, MASKED)
-    if COPY:
-        store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
     if REMAINDER:
         store_block(cp, o, remainder, mask, MASKED)
 
@@ -196,10 +193,8 @@ def adamw_kernel(
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     MOMENT: tl.constexpr,
-    COPY_TO: tl.constexpr,
     ACC: tl.constexpr,
     AMSGRAD: tl.constexpr,
-    COPY: tl.constexpr,
     REMAINDER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     LERP_FROM_END: tl.constexpr,
@@ -226,8 +221,8 @@ def adamw_kernel(
             if AMSGRAD:
                 xp = list_pointer(addresses, n_tensors, t, base, 4, MOMENT, ALIGNED)
             cp = pp
-            if COPY or REMAINDER:
-                cp = list_pointer(addresses, n_tensors, t, base, 4 + AMSGRAD, COPY_TO, ALIGNED)
+            if REMAINDER:
+                cp = list_pointer(addresses, n_tensors, t, base, 4 + AMSGRAD, tl.int16, ALIGNED)
             row = coefficients_ptr + t * 8
             step_size, correction = tl.load(row), tl.load(row + 1)
             decay, factor = tl.load(row + 2), tl.load(row + 3)
@@ -235,7 +230,7 @@ def adamw_kernel(
             weight2, eps = tl.load(row + 6), tl.load(row + 7)
             keys = ()
             if STOCHASTIC:
-                keys = stream_keys(addresses, n_tensors, t, base, 5 + AMSGRAD + (COPY or REMAINDER))
+                keys = stream_keys(addresses, n_tensors, t, base, 5 + AMSGRAD + REMAINDER)
             n_full = length // BLOCK
             if ALIGNED:  # ahead of the arithmetic, as in sgd; unaligned lists leave no registers for it
                 chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
@@ -243,13 +238,13 @@ def adamw_kernel(
             i = 0
             while i < n_full:
                 _adamw_block(pp, gp, mp, vp, xp, cp, i * BLOCK + lanes, None, step_size, correction, decay,
-                             factor, weight, beta2, weight2, eps, keys, ACC, AMSGRAD, COPY, REMAINDER, STOCHASTIC,
+                             factor, weight, beta2, weight2, eps, keys, ACC, AMSGRAD, REMAINDER, STOCHASTIC,
                              LERP_FROM_END, False)  # fmt: skip
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
                 _adamw_block(pp, gp, mp, vp, xp, cp, o, o < length, step_size, correction, decay, factor,
-                             weight, beta2, weight2, eps, keys, ACC, AMSGRAD, COPY, REMAINDER, STOCHASTIC,
+                             weight, beta2, weight2, eps, keys, ACC, AMSGRAD, REMAINDER, STOCHASTIC,
                              LERP_FROM_END, True)  # fmt: skip
             b += tl.num_programs(0)
 

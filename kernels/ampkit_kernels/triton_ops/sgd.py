@@ -5,14 +5,14 @@ Contract, per tensor, with g = sign * gradient * multiplier / grad_scale + weigh
     b <- momentum * b + g
     p <- p - lr * d, where d is b, or g + momentum * b with nesterov, or g without momentum
 
-params, momentum_buffers: dense CUDA tensors with equal strides, any float dtypes; grads are only read; copies
-(optional) receive the new p in their own dtype. remainders (in place of copies) and streams, both optional: see
+params, momentum_buffers: dense CUDA tensors with equal strides, any float dtypes; grads are only read; remainders
+and streams, both optional: see
 `ampkit_kernels.rounding`; a small launch ahead advances the streams. Where found_inf is set nothing is written.
 Hyperparameters and scalars are combined in float64 and rounded once; arithmetic in float32 (float64 for float64
 parameters), in the order of `torch.optim.SGD(foreach=False)`, with a multiply-add fused exactly where torch's CPU
 kernels fuse one. Does not synchronize.
 
-Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without; 2 more with a half copy. For bfloat16
+Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without. For bfloat16
 weights and gradients 10 with a bfloat16 momentum, 14 with a float32 one; 4 more with remainders.
 """
 
@@ -54,7 +54,6 @@ def _sgd_block(
     ACC: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
-    COPY: tl.constexpr,
     REMAINDER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DECAY: tl.constexpr,
@@ -86,8 +85,6 @@ def _sgd_block(
         if STOCHASTIC:  # only here: rounding both at once takes more registers
             buffer = rounded_for(bp, buffer, for_buffer)
         store_block(bp, o, buffer, mask, MASKED)
-    if COPY:
-        store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
     if REMAINDER:
         store_block(cp, o, remainder, mask, MASKED)
 
@@ -120,12 +117,10 @@ def sgd_kernel(
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     MOMENT: tl.constexpr,
-    COPY_TO: tl.constexpr,
     ACC: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
     DECAY: tl.constexpr,
-    COPY: tl.constexpr,
     REMAINDER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     HAS_LR: tl.constexpr,
@@ -157,11 +152,11 @@ def sgd_kernel(
             if MOMENTUM:
                 bp = list_pointer(addresses, n_tensors, t, base, 2, MOMENT, ALIGNED)
             cp = pp
-            if COPY or REMAINDER:
-                cp = list_pointer(addresses, n_tensors, t, base, 2 + MOMENTUM, COPY_TO, ALIGNED)
+            if REMAINDER:
+                cp = list_pointer(addresses, n_tensors, t, base, 2 + MOMENTUM, tl.int16, ALIGNED)
             keys = ()
             if STOCHASTIC:
-                keys = stream_keys(addresses, n_tensors, t, base, 2 + MOMENTUM + (COPY or REMAINDER))
+                keys = stream_keys(addresses, n_tensors, t, base, 2 + MOMENTUM + REMAINDER)
             n_full = length // BLOCK
             # The next chunk's entry, ahead of the arithmetic: addresses wait for it, and elements for addresses.
             chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
@@ -169,12 +164,12 @@ def sgd_kernel(
             i = 0
             while i < n_full:
                 _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, rate, kept, decay, factor, keys, ACC,
-                           MOMENTUM, NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, False)  # fmt: skip
+                           MOMENTUM, NESTEROV, REMAINDER, STOCHASTIC, DECAY, False)  # fmt: skip
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
                 _sgd_block(pp, gp, bp, cp, o, o < length, rate, kept, decay, factor, keys, ACC, MOMENTUM,
-                           NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, True)  # fmt: skip
+                           NESTEROV, REMAINDER, STOCHASTIC, DECAY, True)  # fmt: skip
             b += tl.num_programs(0)
 
 

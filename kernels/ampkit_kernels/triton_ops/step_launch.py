@@ -26,7 +26,7 @@ def run_step(
     """Take one optimizer step over parallel lists.
 
     Args:
-        lists: by name: parameters, gradients, state, then copies or remainders; and `steps` and `streams`, of one
+        lists: by name: parameters, gradients, state, then remainders; and `steps` and `streams`, of one
             element per parameter, which come last in the table and in the cache.
         run: launches the kernels; takes a `Launch` and the options.
         fallback: steps the rows that no kernel can address; takes lists and the options.
@@ -45,7 +45,7 @@ def run_step(
         if not flat:
             return
     picked = {name: pick(lists[name], flat) for name in (*elementwise, *per_parameter)}
-    writes = {"COPY": "copies" in lists, "REMAINDER": "remainders" in lists, "STOCHASTIC": "streams" in lists}
+    writes = {"REMAINDER": "remainders" in lists, "STOCHASTIC": "streams" in lists}
     launches = []
     for parts, indices, aligned in groups(*(picked[name] for name in elementwise)):
         acc = accumulator(parts[0][0].dtype)
@@ -54,7 +54,6 @@ def run_step(
             "PARAM": dtypes[0],
             "GRAD": dtypes[1],
             "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
-            "COPY_TO": tl.int16 if writes["REMAINDER"] else dtypes[-1],
             "ACC": acc,
             "ALIGNED": aligned,
             **writes,
@@ -69,7 +68,7 @@ def run_step(
         launches.append(Launch(run, table, coefficients, constants, rows, n_elementwise=len(parts)))
     for launch in launches:
         run(launch, **options)
-    torch.autograd.graph.increment_version([*picked["params"], *picked.get("copies", ())])
+    torch.autograd.graph.increment_version(picked["params"])
     if cache is not None:
         cache.fill(list(picked.values()), launches)
 
