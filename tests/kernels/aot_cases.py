@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from ampkit_kernels.configs import INTERPRETED_MULTIPROCESSORS
 from ampkit_kernels.float8_scaling import Scaling
-from ampkit_kernels.triton_ops import adamw, float8_quantize, norm, sgd, unscale, unscale_into
+from ampkit_kernels.triton_ops import float8_quantize, norm, optimizer_step, unscale, unscale_into
 from ampkit_kernels.triton_ops.launch import TRITON_DTYPES, jit_kernel
 from tests.kernels.aot import Case
 
@@ -31,7 +31,6 @@ CEILINGS = {
     "unscale": 80,
     "unscale_into": 96,
     "norm": 72,
-    "advance": 32,
     "inverse": 32,
     "row": 96,
     "tile": 96,
@@ -59,17 +58,7 @@ def gradient_passes() -> None:
 
 def casts() -> None:
     """Masters to halves and back, gradients to master gradients, overwriting and adding; unaligned lists."""
-    for source, destination in (
-        (FP32, FP16),
-        (FP32, BF16),
-        (FP16, FP32),
-        (BF16, FP32),
-        (FP64, FP16),
-        (FP64, BF16),
-        (FP16, BF16),
-        (BF16, FP16),
-        (FP32, FP32),
-    ):
+    for source, destination in itertools.product((FP32, FP16, BF16, FP64), repeat=2):
         unscale_into.cast_(numbers(source), numbers(destination))
     for source, destination in ((FP32, FP16), (FP32, BF16), (BF16, FP32)):
         unscale_into.cast_(numbers(source, aligned=False), numbers(destination))
@@ -100,10 +89,10 @@ def step(
     lists |= {"streams": [torch.zeros((), dtype=torch.int64)]} if stochastic else {}
     options = {"lr": 0.1, "weight_decay": 0.1, **options}
     if kind == "sgd":
-        sgd.sgd_(lists, cache=None, **options)
+        optimizer_step.sgd_(lists, cache=None, **options)
     else:
         options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **options}
-        adamw.adamw_({**lists, "steps": [torch.zeros(())]}, cache=None, **options)
+        optimizer_step.adamw_({**lists, "steps": [torch.zeros(())]}, cache=None, **options)
 
 
 def steps() -> None:
@@ -140,23 +129,26 @@ def lists_walked(kernel: str, constants: dict[str, Any]) -> tuple[list[tl.dtype]
     if kernel == "unscale_into":
         written = [constants["DESTINATION"]]
         return [constants["SOURCE"], *written * constants["ACCUMULATE"]], written
-    if kernel in ("adamw", "sgd"):
-        n_state = 2 + constants["AMSGRAD"] if kernel == "adamw" else int(constants["MOMENTUM"])
-        both = [constants["PARAM"], *[constants["MOMENT"]] * n_state, *[tl.int16] * constants["REMAINDER"]]
-        return [constants["GRAD"], *both], both
+    if kernel == "step":
+        both = [constants["param"], *[constants["state"]] * constants["n_state"], *[tl.int16] * constants["remainder"]]
+        return [constants["grad"], *both], both
     return [constants["DTYPE"]], [constants["DTYPE"]] * (kernel != "norm")
 
 
 def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Case:
     """The variant that a launch compiles, and the requirements on its code."""
     named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-    name, words, types, constants, attrs = kernel.fn.__name__.removesuffix("_kernel"), [], {}, {}, {}
+    name, words, types = kernel.fn.__name__.removesuffix("_kernel"), [], {}
+    constants: dict[str, Any] = {}
+    compiled, attrs = {}, {}
     for number, parameter in enumerate(kernel.params):
         key, value = parameter.name, named.pop(parameter.name)
         if parameter.is_constexpr:
-            constants[key], types[key] = value, "constexpr"
-            if key not in ("ACC", "ITEMSIZE", "BLOCK") and value is not False:
-                words.append(key.lower() if value is True else str(value))
+            compiled[key], types[key] = value, "constexpr"
+            for word, constant in (vars(value) if key == "FORM" else {key: value}).items():
+                constants[word] = constant
+                if word not in ("acc", "ACC", "ITEMSIZE", "BLOCK") and constant is not False:
+                    words.append(word.lower() if constant is True else str(constant))
         elif isinstance(value, Tensor):
             types[key] = f"*{NAMES[value.dtype]}"
             if key.endswith("_ptr") and value.dtype is not FP32 and "blocks" not in types:
@@ -168,7 +160,8 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
             types[key] = "i32" if annotation is None else {tl.int64: "i64", tl.int32: "i32"}.get(annotation, "fp64")
     if "enable_fp_fusion" not in named:
         raise AssertionError(f"{name}: the launch must set enable_fp_fusion, whose default differs between Tritons")
-    aligned, is_float8 = constants.get("ALIGNED", True), "x_ptr" in types
+    aligned, is_float8 = constants.get("ALIGNED", constants.get("aligned", True)), "x_ptr" in types
+    is_wide = tl.float64 in (constants.get("ACC"), constants.get("acc"))
     required: dict[str, Any] = {}
     if "blocks" in types:
         read, written = lists_walked(name, constants)
@@ -187,8 +180,8 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
         }
     elif is_float8:
         required = {"wide_loads": int(aligned), "wide_stores": int(aligned and name == "tile")}
-    ceiling = CEILINGS.get(name, 64) if aligned and constants.get("ACC") is not tl.float64 else 128
-    source = ASTSource(kernel, types, constants, attrs)
+    ceiling = CEILINGS.get(name, 64) if aligned and not is_wide else 128
+    source = ASTSource(kernel, types, compiled, attrs)
     return Case(" ".join([name, *words]), source, named, ceiling, (89 if is_float8 else 80, 90, 100), **required)
 
 
@@ -224,8 +217,8 @@ def waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
 
 def bad_cases(good: list[Case]) -> list[Case]:
     """Code that is bad on purpose: accesses of single elements, too few registers, a wait in a loop."""
-    step = next(case for case in good if case.name.startswith("adamw") and "aligned" in case.name)
-    narrow = next(case for case in good if case.name.startswith("adamw") and "aligned" not in case.name)
+    step = next(case for case in good if case.name.startswith("step adamw") and " aligned" in case.name)
+    narrow = next(case for case in good if case.name.startswith("step adamw") and " aligned" not in case.name)
     table, options = torch.zeros(2, dtype=torch.int64), {"num_warps": 8, "enable_fp_fusion": False}
     (waiting,) = cases_of(lambda: waiting_kernel[(1,)](table, 1, BLOCK=1024, **options))
     return [

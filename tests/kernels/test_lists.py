@@ -98,7 +98,7 @@ def test_aligned_and_other_rows_of_equal_sizes(momentum: float) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_only_addresses_on_16_byte_boundaries_are_promised_to_be() -> None:
-    """A launch with `ALIGNED` has 128-bit accesses, which fault at other addresses; the interpreter allows them."""
+    """An aligned launch has 128-bit accesses, which fault at other addresses; the interpreter allows them."""
     lists = [Guarded([torch.ones(3)] * 4, offsets).views for offsets in ((0,), (0, 0, 1), (0, 1), (0,))]
     steps = [torch.zeros(()) for _ in range(4)]
     with noted_launches() as launches:
@@ -106,7 +106,12 @@ def test_only_addresses_on_16_byte_boundaries_are_promised_to_be() -> None:
         kernels.unscale_into_(*lists[1:3], scalar(0.5), scalar(0.0), impl="triton")
         kernels.sgd_(*lists[:3], lr=0.1, momentum=0.9, impl="triton")
         kernels.adamw_(*lists, [], steps, impl="triton", **ADAMW)
-    promises = [(launch.options["ALIGNED"], launch.arguments[1]) for launch in launches if "ALIGNED" in launch.options]
+    promises = [
+        (launch.options["FORM"].aligned if launch.kernel == "step_kernel" else launch.options["ALIGNED"], addresses)
+        for launch in launches
+        if launch.kernel != "prepare_kernel"
+        for addresses in launch.arguments[1:2]
+    ]
     assert len(promises) == 8
     for aligned, addresses in promises:
         assert aligned == all(address % 16 == 0 for address in addresses), promises

@@ -78,7 +78,7 @@ def test_clipping_a_step_and_an_update_take_seven_launches(launches, moved) -> N
             scaler.clip_grad_norm_(optimizer, 0.5)
             scaler.step(optimizer)
             scaler.update()
-    upload, step = ["upload"] * moved, ["prepare_kernel", "adamw_kernel"]
+    upload, step = ["upload"] * moved, ["prepare_kernel", "step_kernel"]
     update = ["aten._amp_update_scale_.default", "aten.clamp_.default"]
     assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step, *update]
 

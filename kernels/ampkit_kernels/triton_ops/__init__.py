@@ -12,16 +12,14 @@ The modules, in reading order; functions under `@jit_kernel` are launched, those
     launch            how a kernel is declared, and how lists are sorted into launches
     norm              `norm_and_check`, `norm_and_clip_factor`
     unscale_into      `unscale_into_`, `cast_`
-    adamw, sgd        the optimizers' steps
-    step_launch       what both steps share: rows of a launch, device scalars, the cache of launches
     device_rounding   the formats of `..rounding` in kernels
+    optimizer_step    `adamw_` and `sgd_`: two rules of one kernel
     float8_quantize   `quantize`
 """
 
-from .adamw import adamw_
 from .float8_quantize import quantize
 from .norm import KERNEL_NORMS, norm_and_check, norm_and_clip_factor
-from .sgd import sgd_
+from .optimizer_step import adamw_, sgd_
 from .unscale import inverse_scale, multiply_, unscale_
 from .unscale_into import cast_, unscale_into_
 
