@@ -91,8 +91,8 @@ def norm_and_factor(
     else:
         ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
         is_flat_list = type(grads) is ampkit_kernels.FlatList  # where Triton runs
-        if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS and max_norm < math.inf:
-            return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
+        if is_flat_list and isinstance(max_norm, float | int) and max_norm < math.inf:
+            return ops.norm_and_clip_factor(grads, inv_scale, flag, max_norm, norm_type)
         norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
     return norm, factor_of(norm, inv_scale, max_norm)
 

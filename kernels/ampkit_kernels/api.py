@@ -1,10 +1,12 @@
 """The public operations: each validates its arguments, chooses an implementation and calls it.
 
 The contract of a function is its docstring here; the contracts of kernels are in the modules of `triton_ops`. The
-tensors of a `FlatList` are not checked again.
+tensors of a `FlatList` are not checked again. `ampkit` calls these functions too.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from .implementation import select
 from .rounding import REMAINDER
 from .step_cache import StepCache
 from .tensor_lists import (
+    FlatList,
     check_one_device,
     check_parallel,
     check_resolved,
@@ -24,8 +27,21 @@ from .tensor_lists import (
     strided_floats,
 )
 
+P, R = ParamSpec("P"), TypeVar("R")
 
-@torch.no_grad()
+
+def _without_autograd(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.no_grad`, which takes longer than the checks of a short list, only if autograd is on."""
+    guarded = torch.no_grad()(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (guarded if torch.is_grad_enabled() else function)(*args, **kwargs)
+
+    return call
+
+
+@_without_autograd
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
     """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
 
@@ -56,7 +72,6 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     select(impl, inv_scale.device).unscale_(grads, inv_scale, found_inf)
 
 
-@torch.no_grad()
 def inverse_scale(scale: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """Return `1 / scale`, a flag of 0 for `found_inf`, and a copy of the scale, in one launch.
 
@@ -76,7 +91,7 @@ def inverse_scale(scale: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor,
     return select(impl, scale.device).inverse_scale(scale)
 
 
-@torch.no_grad()
+@_without_autograd
 def norm_and_check(
     grads: Sequence[Tensor],
     inv_scale: Tensor,
@@ -115,7 +130,45 @@ def norm_and_check(
     return select(impl, inv_scale.device).norm_and_check(grads, inv_scale, found_inf, float(norm_type))
 
 
-@torch.no_grad()
+@_without_autograd
+def norm_and_clip_factor(
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Return the norm as `norm_and_check` does, and the factor for `multiply_` or a step that unscales and clips.
+
+    The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, with the coefficient of
+    `torch.nn.utils.clip_grads_with_norm_`. Never synchronizes. Moves the bytes of `norm_and_check`. Triton takes no
+    launch more for the factor if `max_norm` is a number and all gradients are flat memory.
+
+    Args:
+        grads, inv_scale, found_inf, norm_type: as in `norm_and_check`.
+        max_norm: the largest norm after clipping: a number, or one element on the gradients' device. inf: no clipping.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Returns:
+        The norm, and the factor: a 0-d tensor on the gradients' device, float32, or float64 like the norm where
+        PyTorch computes it.
+
+    Raises:
+        TypeError, ValueError: as `norm_and_check`.
+
+    >>> import torch
+    >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
+    >>> norm_and_clip_factor(grads, torch.tensor(0.5), torch.zeros(()), 1.25)
+    (tensor(2.5000), tensor(0.2500))
+    """
+    grads = _prepared(grads, "norm_and_clip_factor", inv_scale=inv_scale, found_inf=found_inf)
+    ops = select(impl, inv_scale.device)
+    return ops.norm_and_clip_factor(grads, inv_scale, found_inf, max_norm, float(norm_type))
+
+
+@_without_autograd
 def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto") -> None:
     """Multiply gradients in place by a factor on their device, unless it is 1 or `found_inf` is set.
 
@@ -124,7 +177,8 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
 
     Args:
         grads: tensors as `unscale_` takes them. May be empty.
-        factor: one float32 element on the gradients' device, such as `inv_scale * clip_coefficient`.
+        factor: one float32 element on the gradients' device, such as `inv_scale * clip_coefficient`. A float64 element
+            is rounded to float32, except for float64 gradients where PyTorch computes.
         found_inf: one float32 element on the gradients' device, only read; other than 0, nothing is multiplied. None:
             always multiply.
         impl: which implementation computes; see `ampkit_kernels`.
@@ -139,12 +193,12 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     >>> grads[0]
     tensor([0.5000])
     """
-    scalars = {"factor": factor} if found_inf is None else {"factor": factor, "found_inf": found_inf}
-    grads = _prepared(grads, "multiply_", **scalars)
+    grads = _prepared(grads, "multiply_", **({} if found_inf is None else {"found_inf": found_inf}))
+    check_scalar("factor", factor, grads, "multiply_", (torch.float32, torch.float64))
     select(impl, factor.device).multiply_(grads, factor, found_inf)
 
 
-@torch.no_grad()
+@_without_autograd
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: str = "auto") -> None:
     """Copy each source into its destination and convert its dtype: float32 masters to half copies, and back.
 
@@ -175,7 +229,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
         select(impl, sources[0].device).cast_(sources, destinations)
 
 
-@torch.no_grad()
+@_without_autograd
 def unscale_into_(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],
@@ -222,7 +276,7 @@ def unscale_into_(
     select(impl, inv_scale.device).unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
 
 
-@torch.no_grad()
+@_without_autograd
 def adamw_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -318,7 +372,7 @@ def adamw_(
     )
 
 
-@torch.no_grad()
+@_without_autograd
 def sgd_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -387,7 +441,7 @@ def sgd_(
     )
 
 
-@torch.no_grad()
+@_without_autograd
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None, *, impl: str = "auto"
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -424,8 +478,9 @@ def quantize(
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:
     """The gradients as strided real floats, after checks of their devices and of the scalars."""
-    grads = strided_floats(grads, op)
-    check_one_device(grads, op)
+    if type(grads) is not FlatList:
+        grads = strided_floats(grads, op)
+        check_one_device(grads, op)
     for name, scalar in scalars.items():
         check_scalar(name, scalar, grads, op)
     return grads

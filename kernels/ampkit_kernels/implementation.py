@@ -94,18 +94,26 @@ def _fault(device: torch.device) -> str | None:
 
 @functools.cache
 def _warn_of(fault: str) -> None:
-    warnings.warn(f"ampkit uses PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=3)
+    warnings.warn(f"ampkit uses PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=4)
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:
-    """Whether a call with this `impl` on this device goes to Triton; raises when an explicit request cannot be met."""
+    """Return whether a call with this `impl` on this device goes to Triton. Never synchronizes.
+
+    Args:
+        impl: "auto", "triton" or "reference".
+        device: the device of the tensors.
+
+    Raises:
+        TritonUnavailable: `impl` is "triton", and Triton cannot run; the message has the reason.
+        ValueError: `impl` is another string.
+
+    >>> uses_triton("auto", torch.device("cpu"))
+    False
+    """
     if impl == "auto":
-        if device.type not in AUTO:
-            return False
-        reason = why_not_triton(device)
-        if reason is not None and _unsupported(device) is None:
-            _warn_of(reason)
-        return reason is None
+        # While code is traced no kernel is compiled on trial, so that answer is not kept.
+        return device.type in AUTO and (_serves.__wrapped__(device) if is_compiling() else _serves(device))
     if impl == "triton":
         reason = why_not_triton(device)
         if reason:
@@ -116,9 +124,20 @@ def uses_triton(impl: str, device: torch.device) -> bool:
     raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
 
 
+@functools.cache
+def _serves(device: torch.device) -> bool:
+    """Whether "auto" selects Triton on a device; warns if Triton supports the device and cannot compile."""
+    reason = why_not_triton(device)
+    if reason is not None and _unsupported(device) is None:
+        _warn_of(reason)
+    return reason is None
+
+
 def select(impl: str, device: torch.device) -> ModuleType:
     """The module whose functions compute: `triton_ops` or `reference`, which have functions of the same names."""
-    if (impl == "auto" and device.type not in AUTO) or not uses_triton(impl, device):
+    if impl == "auto" and device.type not in AUTO:  # most calls on a CPU
+        return reference
+    if not uses_triton(impl, device):
         return reference
     from . import triton_ops
 

@@ -51,7 +51,7 @@ def gradient_passes() -> None:
         unscale.unscale_(numbers(dtype), ONE, FLAG)
         for order in (2.0,) if dtype is FP16 else (1.0, 2.0, float("inf")):
             norm.norm_and_check(numbers(dtype), ONE, FLAG, order)
-            norm.norm_and_clip_factor(numbers(dtype), ONE, FLAG, order, 1.0)
+            norm.norm_and_clip_factor(numbers(dtype), ONE, FLAG, 1.0, order)
     for found_inf in (FLAG, None):
         unscale.multiply_(numbers(FP32), ONE, found_inf)
 

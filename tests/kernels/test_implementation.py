@@ -21,6 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     monkeypatch.setattr(implementation, "_fault", lambda device: None, raising=False)
+    monkeypatch.setattr(implementation, "_serves", functools.cache(implementation._serves.__wrapped__))
     return monkeypatch
 
 
@@ -40,6 +41,7 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
     assert implementation.why_not_triton(META) == "the tensors are on meta; the kernels run on CUDA devices"
     for capability in ((8, 0), (9, 0), (10, 0)):
         gpu.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
+        implementation._serves.cache_clear()
         assert implementation.uses_triton("auto", CUDA)
     gpu.setattr(torch.version, "hip", "6.4")
     assert implementation.why_not_triton(CUDA) == "the kernels have not been verified on ROCm"
@@ -48,6 +50,7 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
         implementation.uses_triton("triton", CUDA)
     gpu.setattr(implementation, "HAS_TRITON", False)
     assert implementation.why_not_triton(CUDA) == "Triton is not installed: pip install 'triton>=3.6'"
+    implementation._serves.cache_clear()
     assert not implementation.uses_triton("auto", CUDA)
 
 
@@ -66,7 +69,7 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - 2 * device.index, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(unscale, "compile_one", compile_one, raising=False)
-    for name in ("_fault", "_warn_of"):
+    for name in ("_fault", "_serves", "_warn_of"):
         monkeypatch.setattr(implementation, name, functools.cache(getattr(implementation, name).__wrapped__))
     others = CPU, META, torch.device("cuda", 1)
     assert [implementation.uses_triton("auto", device) for device in others] == [False] * 3
@@ -79,6 +82,7 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
         assert implementation.select("auto", CUDA) is reference
     assert (len(warned), tried) == (1, [CUDA])
     implementation._fault.cache_clear()
+    implementation._serves.cache_clear()
     monkeypatch.setattr(implementation, "is_compiling", lambda: True)
     assert implementation.why_not_triton(CUDA) is None
     assert tried == [CUDA]

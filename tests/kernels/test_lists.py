@@ -1,5 +1,6 @@
 """Tensors that lists may hold, and arguments that are refused; `tests.gpu_checks.operations` has the arithmetic."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,32 @@ def test_aligned_and_other_rows_of_equal_sizes(momentum: float) -> None:
         results.append([buffer, *moments[0], *moments[1], *steps])
     assert results[1][0].unique().numel() > 3
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+def test_the_factor_unscales_and_clips(impl: str, order: float) -> None:
+    """Numbers and tensors, above and below the norm; gradients in flat memory and others."""
+    inv_scale, grads = scalar(0.25), [torch.full((3, 4), 8.0), torch.ones(5).double(), torch.ones(4, 6)[:, ::2]]
+    for part, max_norm in itertools.product((grads[:1], grads), (0.5, 1e6, float("inf"), 3, scalar(0.5))):
+        flags = scalar(0.0), scalar(0.0)
+        norm, factor = kernels.norm_and_clip_factor(part, inv_scale, flags[0], max_norm, order, impl=impl)
+        want = kernels.norm_and_check(part, inv_scale, flags[1], order, impl=impl)
+        torch.testing.assert_close(norm, want, rtol=0, atol=0)
+        torch.testing.assert_close(
+            factor.double(), inv_scale * min(1.0, float(max_norm / (want + 1e-6))), rtol=1e-6, atol=0, check_dtype=False
+        )
+        before = [g.clone() for g in part]
+        kernels.multiply_(part, factor, impl=impl)
+        torch.testing.assert_close(part, [g * float(factor) for g in before])
+
+
+def test_a_flat_list_holds_plain_memory() -> None:
+    grads = [torch.ones(3), torch.ones(2)]
+    assert kernels.FlatList.of(grads) == grads
+    others = (torch._neg_view(torch.ones(2)), torch.ones(2).double(), torch.ones(0), torch.ones(4)[::2], grads[0])
+    assert [kernels.FlatList.of([grads[0], other]) for other in others] == [None] * 5
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -95,6 +95,14 @@ def test_scales_at_both_ends_of_float32_are_torchs() -> None:
             assert (state.scale, state.growth_tracker) == (theirs.scale, theirs.growth_tracker), (growth, start)
 
 
+def test_a_lazily_negated_gradient_is_clamped(launches) -> None:
+    param, optimizer = one_parameter()
+    scaler = started()
+    param.grad = torch._neg_view(torch.full_like(param, 2.0**20))
+    scaler.clip_grad_value_(optimizer, 0.5)
+    assert param.grad.tolist() == [-0.5] * param.numel()
+
+
 def trained(seed: int, dtype: torch.dtype) -> list[Any]:
     """All that a run shows, by a random strategy, some iterations without a step.
 

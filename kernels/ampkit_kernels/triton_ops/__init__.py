@@ -18,13 +18,12 @@ The modules, in reading order; functions under `@jit_kernel` are launched, those
 """
 
 from .float8_quantize import quantize
-from .norm import KERNEL_NORMS, norm_and_check, norm_and_clip_factor
+from .norm import norm_and_check, norm_and_clip_factor
 from .optimizer_step import adamw_, sgd_
 from .unscale import inverse_scale, multiply_, unscale_
 from .unscale_into import cast_, unscale_into_
 
 __all__ = [
-    "KERNEL_NORMS",
     "adamw_",
     "cast_",
     "inverse_scale",

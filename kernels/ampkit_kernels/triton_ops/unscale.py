@@ -111,6 +111,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     flat, other, _ = flat_rows(grads)
     if other:
         reference.multiply_(pick(grads, other), factor, found_inf)
+    factor = factor.float()
     flag = factor if found_inf is None else found_inf
     grads = pick(grads, flat)
     _launch(grads, factor, flag, CHECKS=False, SKIPS=found_inf is not None)
