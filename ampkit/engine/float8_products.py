@@ -24,7 +24,7 @@ from ampkit.torch_internals.float8_matmul import is_eager, lacks_float8, product
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.tensors import n_collectives, tracing_state
 from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
-from ampkit_kernels import Quantized, Scaling, backend, is_capturing, reference
+from ampkit_kernels import Quantized, Scaling, is_capturing, quantize
 
 __all__ = ["Product", "why_not"]
 
@@ -279,5 +279,4 @@ def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False)
 
 def _quantize(x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None) -> Any:
     """`ampkit_kernels.quantize`; with PyTorch's operators for tensors that are traced or distributed."""
-    with torch.no_grad():
-        return (backend(x) if is_eager(x) else reference).quantize(x, along_rows, along_columns)
+    return quantize(x, along_rows, along_columns, impl="auto" if is_eager(x) else "reference")

@@ -21,6 +21,7 @@ from ampkit.gradients.collect import Gradients, collect, moved
 from ampkit.torch_internals.modules import is_flat
 from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
 from ampkit.torch_internals.tensors import placements_of
+from ampkit_kernels.reference import clip_factor as factor_of
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 """Orders for which norm(scale * g) / scale equals norm(g) to the bit if the scale is a power of two.
@@ -89,19 +90,9 @@ def norm_and_factor(
     if grads is None or len(gradients.by_device) > 1:
         norm = _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)
     else:
-        ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
-        is_flat_list = type(grads) is ampkit_kernels.FlatList  # where Triton runs
-        if is_flat_list and isinstance(max_norm, float | int) and max_norm < math.inf:
-            return ops.norm_and_clip_factor(grads, inv_scale, flag, max_norm, norm_type)
-        norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
+        flag = found_inf[inv_scale.device]
+        return ampkit_kernels.norm_and_clip_factor(grads, inv_scale, flag, max_norm, norm_type)
     return norm, factor_of(norm, inv_scale, max_norm)
-
-
-def factor_of(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Tensor:
-    """The factor that unscales and clips gradients of this norm: `torch.nn.utils.clip_grads_with_norm_`'s formula."""
-    if isinstance(max_norm, float) and max_norm == math.inf:  # inf / inf would be NaN
-        return inv_scale
-    return inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def ranked_norms(
@@ -151,7 +142,7 @@ def _norm_of(
     norms = []
     for device, tensors in by_device.items():
         flag = found_inf[device]
-        norm = ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
+        norm = ampkit_kernels.norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
         norms.append(moved(norm, inv_scale.device))
     return _joined(norms, norm_type) if norms else torch.zeros_like(inv_scale)
 
@@ -172,12 +163,7 @@ def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.dev
     other gradients, and where Triton runs. Call it without autograd. Never synchronizes.
     """
     for device, tensors in gradients.by_device.items():
-        local, flag = moved(factor, device), found_inf.get(device)
-        ops = ampkit_kernels.backend(local)
-        if local.dtype is torch.float64 and ops is ampkit_kernels.reference:
-            ops.multiply_([tensor for tensor in tensors if tensor.dtype is torch.float64], local, flag)
-            tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
-        ops.multiply_(tensors, local.float(), flag)
+        ampkit_kernels.multiply_(tensors, moved(factor, device), found_inf.get(device))
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:
