@@ -35,8 +35,7 @@ from .configs import CURRENT_CUDA as CURRENT_CUDA
 from .configs import is_capturing as is_capturing
 from .float8_scaling import Quantized, Scaling
 from .implementation import IMPLS as IMPLS
-from .implementation import TritonUnavailable, backend, why_not_triton
-from .implementation import uses_triton as uses_triton
+from .implementation import TritonUnavailable, uses_triton, why_not_triton
 from .step_cache import StepCache as StepCache
 from .tensor_lists import FlatList as FlatList
 
@@ -45,7 +44,6 @@ __all__ = [
     "Scaling",
     "TritonUnavailable",
     "adamw_",
-    "backend",
     "cast_",
     "inverse_scale",
     "multiply_",
@@ -57,5 +55,6 @@ __all__ = [
     "sgd_",
     "unscale_",
     "unscale_into_",
+    "uses_triton",
     "why_not_triton",
 ]

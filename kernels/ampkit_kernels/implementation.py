@@ -14,7 +14,6 @@ import warnings
 from types import ModuleType
 
 import torch
-from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import reference
@@ -142,29 +141,3 @@ def select(impl: str, device: torch.device) -> ModuleType:
     from . import triton_ops
 
     return triton_ops
-
-
-@functools.cache
-def _backend(device: torch.device) -> ModuleType:
-    return select("auto", device)
-
-
-def backend(tensor: Tensor) -> ModuleType:
-    """Return the module whose functions compute on a tensor's device.
-
-    Both modules have `unscale_`, `norm_and_check`, `multiply_`, `cast_`, `unscale_into_` and `quantize`, with the
-    arguments of the public functions except `impl`, and validate none of them: pass lists of strided float tensors on
-    one device, and scalars of one float32 element there. The answer is cached by device; the first call for a CUDA
-    device imports Triton and compiles one kernel. Never synchronizes.
-
-    Args:
-        tensor: any tensor on the device; only its device is read.
-
-    Returns:
-        `ampkit_kernels.triton_ops` where Triton runs, else `ampkit_kernels.reference`.
-
-    >>> import torch
-    >>> backend(torch.ones(2)).__name__
-    'ampkit_kernels.reference'
-    """
-    return _backend(tensor.device) if tensor.device.type in AUTO else reference

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-import ampkit_kernels
 from ampkit_kernels import TritonUnavailable, implementation, unscale_
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -111,15 +110,20 @@ def test_a_cache_that_cannot_be_written_is_found_without_a_launch(
         unscale.compile_one(CPU)
 
 
-def test_backends_are_the_modules_by_device_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_kept_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step makes it several times. While code is traced, nothing is kept: no kernel is compiled on trial there."""
     from ampkit_kernels import reference, triton_ops
 
-    monkeypatch.setattr(implementation, "_backend", functools.cache(implementation._backend.__wrapped__))
+    asked: list[torch.device] = []
     monkeypatch.setattr(implementation, "AUTO", ("meta",))  # in place of "cuda"
-    device = torch.ones(1, device="meta")
-    for auto, expected in ((True, triton_ops), (False, triton_ops)):
-        monkeypatch.setattr(implementation, "uses_triton", lambda impl, device, auto=auto: auto and impl == "auto")
-        assert ampkit_kernels.backend(device) is expected
-        assert ampkit_kernels.backend(torch.ones(1)) is reference
-    implementation._backend.cache_clear()
-    assert ampkit_kernels.backend(device) is reference
+    monkeypatch.setattr(implementation, "why_not_triton", asked.append)
+    monkeypatch.setattr(implementation, "_serves", functools.cache(implementation._serves.__wrapped__))
+    monkeypatch.setattr(implementation, "is_compiling", lambda: True)
+    for calls in (1, 2):
+        assert implementation.select("auto", META) is triton_ops
+        assert len(asked) == calls
+    monkeypatch.setattr(implementation, "is_compiling", lambda: False)
+    for _ in range(2):
+        assert implementation.select("auto", META) is triton_ops
+        assert implementation.select("auto", CPU) is reference
+        assert len(asked) == 3
