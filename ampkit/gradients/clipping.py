@@ -19,6 +19,7 @@ import ampkit_kernels
 from ampkit.gradients import ranks
 from ampkit.gradients.collect import Gradients, moved
 from ampkit.torch_private import is_dtensor, is_flat
+from ampkit_kernels.reference import clip_factor
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 """Orders for which norm(scale * g) / scale equals norm(g) to the bit if the scale is a power of two.
@@ -89,28 +90,16 @@ def norm_and_factor(
     if gradients.meshes or process_group is not None:
         parts = _norms_of_parts(gradients, inv_scale, found_inf, norm_type)
         norm = agreement.norm(parts, found_inf, inv_scale.device, norm_type, process_group)
-        return norm, _factor(norm, inv_scale, max_norm)
+        return norm, clip_factor(norm, inv_scale, max_norm)
     grads = gradients.by_device.get(inv_scale.device)
     if grads is None or len(gradients.by_device) > 1:
         norm = _norm_of(gradients.by_device, inv_scale, found_inf, norm_type)
-        factor = _factor(norm, inv_scale, max_norm)
+        factor = clip_factor(norm, inv_scale, max_norm)
     else:
-        ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
-        is_flat_list = type(grads) is ampkit_kernels.FlatList  # Triton runs on the device
-        if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS and max_norm < math.inf:
-            norm, factor = ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
-        else:
-            norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
-            factor = _factor(norm, inv_scale, max_norm)
+        flag = found_inf[inv_scale.device]
+        norm, factor = ampkit_kernels.norm_and_clip_factor(grads, inv_scale, flag, max_norm, norm_type)
     agreement.agree(found_inf, inv_scale.device)
     return norm, factor
-
-
-def _factor(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Tensor:
-    """Return the factor that unscales and clips: `torch.nn.utils.clip_grads_with_norm_`'s formula."""
-    if isinstance(max_norm, float) and max_norm == math.inf:  # inf / inf would be NaN
-        return inv_scale
-    return inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def _norms_of_parts(
@@ -143,7 +132,7 @@ def _norm_of(
     norms = []
     for device, tensors in by_device.items():
         flag = found_inf[device]
-        norm = ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
+        norm = ampkit_kernels.norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
         norms.append(moved(norm, inv_scale.device))
     if not norms:
         return torch.zeros_like(inv_scale)

@@ -23,7 +23,6 @@ ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else."""
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
-_REFERENCE = ampkit_kernels.reference
 _MASTERS = "_ampkit_masters"  # the attribute of an optimizer with its `MasterWeights`
 
 # Runs in C: a step looks at a thousand gradients.
@@ -62,7 +61,7 @@ class Gradients:
         for device, tensors in self.by_device.items():
             flag = flags[device]
             local = factor if factor.device == device else moved(factor, device)
-            ampkit_kernels.backend(flag).unscale_(tensors, local, flag)
+            ampkit_kernels.unscale_(tensors, local, flag)
         if self.duplicated:
             _check_sums(self.duplicated, None, flags)
 
@@ -83,12 +82,7 @@ class Gradients:
         other gradients, and where Triton runs. Call it without autograd. Never synchronizes.
         """
         for device, tensors in self.by_device.items():
-            local, flag = moved(factor, device), flags[device]
-            ops = ampkit_kernels.backend(local)
-            if local.dtype is torch.float64 and ops is _REFERENCE:
-                ops.multiply_([tensor for tensor in tensors if tensor.dtype is torch.float64], local, flag)
-                tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
-            ops.multiply_(tensors, local.float(), flag)
+            ampkit_kernels.multiply_(tensors, moved(factor, device), flags[device])
 
     def clamp_(self, clip_value: float) -> None:
         """Clamp every element, and real and imaginary parts, to `[-clip_value, clip_value]`. Never synchronizes."""
@@ -148,7 +142,7 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
     """
     grads = [grad for param in params if (grad := param.grad) is not None]
     are_ordinary = set(map(type, params)) <= ORDINARY
-    if are_ordinary and grads and ampkit_kernels.backend(grads[0]) is not _REFERENCE:
+    if are_ordinary and grads:
         flat = ampkit_kernels.FlatList.of(grads)
         if flat is not None:
             if refuse_fp16_of is not None and flat[0].dtype is torch.float16:
@@ -242,7 +236,7 @@ def _add_shards(gradients: Gradients, grads: list[Tensor]) -> bool:
     """
     tensors, where = local_tensors(grads), placements_of(grads)
     flat = None
-    if grads and ampkit_kernels.backend(tensors[0]) is not _REFERENCE:
+    if grads:
         flat = ampkit_kernels.FlatList.of(tensors)
     if flat is None and not (set(map(type, tensors)) <= ORDINARY and _are_dense(tensors)):
         return False
@@ -324,13 +318,13 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor]:
 
 def _check(tensors: Sequence[Tensor], factor: Tensor, flag: Tensor) -> None:
     """Set the flag if a tensor of one device, times the factor, is not finite."""
-    ops, on_host = ampkit_kernels.backend(flag), host_value_or_none(factor)
-    if ops is _REFERENCE and on_host is not None and on_host <= 1.0:
+    on_host = host_value_or_none(factor)
+    if on_host is not None and on_host <= 1.0 and not ampkit_kernels.uses_triton("auto", flag.device):
         # On the CPU torch's operator, here with a factor of 1, takes half the time of a norm. A factor of at most 1
         # turns no finite value into inf.
-        ops.unscale_(tensors, torch.ones_like(flag), flag)
+        ampkit_kernels.unscale_(tensors, torch.ones_like(flag), flag)
     else:
-        ops.norm_and_check(tensors, factor, flag)
+        ampkit_kernels.norm_and_check(tensors, factor, flag)
 
 
 def _check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, flags: Mapping[torch.device, Tensor]) -> None:

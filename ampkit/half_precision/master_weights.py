@@ -142,7 +142,7 @@ class MasterWeights:
             destinations.append(local_tensor(master.grad))
         for (device, accumulate), (sources, destinations) in launches.items():
             factor, flag = _scalars(device, inv_scale, flags)
-            ampkit_kernels.backend(factor).unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
+            ampkit_kernels.unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
 
     @torch.no_grad()
     def write_back_(self) -> None:
@@ -153,7 +153,7 @@ class MasterWeights:
         for pairs in by_device.values():
             masters = [local_tensor(pair.master) for pair in pairs]
             params = [local_tensor(pair.param) for pair in pairs]
-            ampkit_kernels.backend(params[0]).cast_(masters, params)
+            ampkit_kernels.cast_(masters, params)
         note_written(self.model_parameters())
         for pair in self._pairs.values():
             pair.written = pair.state()

@@ -23,7 +23,7 @@ from ampkit.matmul.float8_recipes import DTYPES, PRODUCTS, RECIPES, wrong_size
 from ampkit.matmul.float32_output import expands
 from ampkit.policy.rules import Rule
 from ampkit.torch_private import Exclude, OpOverload, functorch_level, jit_tracing_state
-from ampkit_kernels import Quantized, Scaling, backend, is_capturing, reference
+from ampkit_kernels import Quantized, Scaling, is_capturing, quantize
 
 __all__ = ["Product", "prepare", "why_not"]
 
@@ -283,5 +283,4 @@ def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False)
 
 def _quantize(x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None) -> Any:
     """`ampkit_kernels.quantize`; with PyTorch's operators for tensors that are traced or distributed."""
-    with torch.no_grad():
-        return (backend(x) if is_eager(x) else reference).quantize(x, along_rows, along_columns)
+    return quantize(x, along_rows, along_columns, impl="auto" if is_eager(x) else "reference")

@@ -19,13 +19,23 @@ The modules, in reading order:
 """
 
 from . import reference, rounding
-from .api import adamw_, cast_, multiply_, norm_and_check, quantize, sgd_, unscale_, unscale_into_
+from .api import (
+    adamw_,
+    cast_,
+    inverse_scale,
+    multiply_,
+    norm_and_check,
+    norm_and_clip_factor,
+    quantize,
+    sgd_,
+    unscale_,
+    unscale_into_,
+)
 from .configs import CURRENT_CUDA as CURRENT_CUDA
 from .configs import is_capturing as is_capturing
 from .float8_scaling import Quantized, Scaling
 from .implementation import IMPLS as IMPLS
-from .implementation import TritonUnavailable, backend, why_not_triton
-from .implementation import uses_triton as uses_triton
+from .implementation import TritonUnavailable, uses_triton, why_not_triton
 from .step_cache import StepCache as StepCache
 from .tensor_lists import FlatList as FlatList
 
@@ -34,15 +44,17 @@ __all__ = [
     "Scaling",
     "TritonUnavailable",
     "adamw_",
-    "backend",
     "cast_",
+    "inverse_scale",
     "multiply_",
     "norm_and_check",
+    "norm_and_clip_factor",
     "quantize",
     "reference",
     "rounding",
     "sgd_",
     "unscale_",
     "unscale_into_",
+    "uses_triton",
     "why_not_triton",
 ]
