@@ -49,7 +49,7 @@ STEPS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch fuses nothing without AVX2")
-@pytest.mark.parametrize(("operation", "options"), STEPS, ids=str)
+@pytest.mark.parametrize(("operation", "options"), STEPS, ids=["AdamW", "AMSGrad", "SGD", "SGD with momentum"])
 def test_steps_fuse_multiply_adds_as_torch_does(
     interpreted, monkeypatch: pytest.MonkeyPatch, operation: Any, options: dict[str, Any]
 ) -> None:
