@@ -27,7 +27,8 @@ from .tensor_lists import (
     strided_floats,
 )
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _without_autograd(function: Callable[P, R]) -> Callable[P, R]:

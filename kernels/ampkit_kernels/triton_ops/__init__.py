@@ -7,8 +7,7 @@ address as flat memory go to `reference`.
 The modules, in reading order; functions under `@jit_kernel` are launched, those under `@triton.jit` are called in them:
 
     unscale           `unscale_`, `multiply_`: the simplest kernel; read it first. `inverse_scale`
-    chunks            device side: where a program's next chunk of a list starts, how blocks are loaded and stored
-    pointer_table     host side: the table on the device that lets one launch walk a list of tensors
+    pointer_table     one launch over a list of tensors: the table that the host sends, and how a kernel walks it
     launch            how a kernel is declared, and how lists are sorted into launches
     norm              `norm_and_check`, `norm_and_clip_factor`
     unscale_into      `unscale_into_`, `cast_`

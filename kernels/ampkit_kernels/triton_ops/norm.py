@@ -20,9 +20,8 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config, resident_programs
 from ..tensor_lists import by_dtype
-from .chunks import chunk_bounds
 from .launch import flat_rows, jit_kernel, list_constants, on_device, pick
-from .pointer_table import table_for
+from .pointer_table import chunk_bounds, table_for
 
 # By bytes per element. A program loads two blocks before it adds them up. Grids are as large as the registers that any
 # supported compiler uses allow: 64 KiB are in flight per multiprocessor; 40 in half precision, for its code on sm_80.

@@ -46,10 +46,9 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config, resident_programs
 from ..step_cache import Launch, StepCache
-from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .device_rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
 from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, jit_kernel, on_device, pick
-from .pointer_table import step_table, table_for
+from .pointer_table import chunk_extent, list_pointer, load_block, step_table, store_block, table_for
 
 # By the rule (AdamW or SGD) and the bytes of the arithmetic.
 CONFIGS = {

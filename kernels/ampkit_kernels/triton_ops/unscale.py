@@ -13,7 +13,7 @@ float32 division in a kernel is approximate; a flag of 0; and a copy of the scal
 
 Bytes per element: one read, one write (8 for float32); none where `multiply_` returns.
 
-Addressing: see `chunks`; any element-aligned address keeps 128-bit accesses in full blocks.
+Addressing: see `pointer_table`; any element-aligned address keeps 128-bit accesses in full blocks.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,8 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config
 from ..tensor_lists import by_dtype
-from .chunks import chunk_bounds, load_block, store_block
 from .launch import flat_rows, jit_kernel, list_constants, on_device, pick
-from .pointer_table import table_for
+from .pointer_table import chunk_bounds, load_block, store_block, table_for
 
 CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)}  # by bytes per element
 _ONE_WARP: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}

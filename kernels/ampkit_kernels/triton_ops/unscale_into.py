@@ -21,9 +21,8 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config, resident_programs
-from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, jit_kernel, pick
-from .pointer_table import table_for
+from .pointer_table import chunk_extent, list_pointer, load_block, store_block, table_for
 
 CONFIG = Config(block=4096)
 CONFIG_ADDING = Config(block=4096, programs_per_multiprocessor=resident_programs(80, 8))
