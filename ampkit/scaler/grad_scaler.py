@@ -325,8 +325,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("unscale_")
+        self._check_scale_growth_tracker("unscale_")
         record = self._record_of(optimizer)
         state = record.state
         if state["stage"] is OptState.STEPPED:
@@ -364,8 +363,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; set the flags that `unscale_` would set."""
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("_check_inf_per_device")
+        self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._record_of(optimizer)
         inv_scale, flag = self._inverse_scale()
         gradients = self._gradients(record, optimizer)
@@ -476,8 +474,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             take_master_gradients(optimizer)
             return clipping.clip_unscaled(parameters(optimizer), max_norm, norm_type, process_group)
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("clip_grad_norm_")
+        self._check_scale_growth_tracker("clip_grad_norm_")
         record = self._record_of(optimizer)
         if record.state["stage"] is OptState.STEPPED:
             raise _too_late("clip_grad_norm_")
@@ -591,8 +588,7 @@ class GradScaler(torch.amp.GradScaler):
                 "expected gradients of a backward before it: call step(optimizer) without a closure, or use an "
                 "optimizer that needs closures (LBFGS, SAM) without a GradScaler"
             )
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("step")
+        self._check_scale_growth_tracker("step")
         record = self._record_of(optimizer)
         state = record.state
         if state["stage"] is OptState.STEPPED:
@@ -751,8 +747,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("update")
+        self._check_scale_growth_tracker("update")
         if new_scale is not None:
             self._set_scale(new_scale)
             self._begin_iteration()
