@@ -26,10 +26,10 @@ class Bytes:
         return Bytes(self.read + other.read, self.written + other.written)
 
 
-def step(state: int, weight: int = 4, state_of: int = 4, remainder: int = 0, copy: int = 0) -> Bytes:
+def step(state: int, weight: int = 4, state_of: int = 4, remainder: int = 0) -> Bytes:
     """An optimizer's step with `state` tensors per weight, by bytes of their elements; gradients are like weights."""
     kept = weight + state * state_of + remainder
-    return Bytes(kept + weight, kept + copy)
+    return Bytes(kept + weight, kept)
 
 
 UNSCALE = Bytes(4, 4)
@@ -37,7 +37,7 @@ NORM = Bytes(4, 0)
 MULTIPLY = Bytes(4, 4)
 UNSCALE_INTO = Bytes(2, 4)  # from half gradients
 CAST_TO_HALF = Bytes(4, 2)
-ADAMW, ADAMW_AMSGRAD, ADAMW_WITH_HALF_COPY = step(2), step(3), step(2, copy=2)
+ADAMW, ADAMW_AMSGRAD = step(2), step(3)
 SGD_MOMENTUM, SGD_PLAIN = step(1), step(0)
 # Casts of a matrix of 16-bit elements; the first two need two launches, the third one.
 FLOAT8_TENSOR = Bytes(2, 0) + Bytes(2, 2)

@@ -24,7 +24,7 @@ from benchmarks.parameter_lists import LISTS, REHEARSAL
 SHIPPED = "shipped"
 GRID = [Config(b, w, max(b, 65536), p) for b in (1024, 2048, 4096, 8192) for w in (4, 8) for p in (2, 4, 8)]
 # By job the kernel whose configurations are compared; the job with factor 1 is the norm alone.
-KERNELS = {"unscale": "unscale", "unscale + clip, factor 1": "norm", "AdamW step": "adamw"}
+KERNELS = {"unscale": "unscale", "unscale + clip, factor 1": "norm", "AdamW step": "optimizer_step"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,8 +98,8 @@ def norm_and_factor(
     else:
         ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
         is_flat_list = type(grads) is ampkit_kernels.FlatList  # Triton runs on the device
-        if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS and max_norm < math.inf:
-            norm, factor = ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
+        if is_flat_list and isinstance(max_norm, float | int) and max_norm < math.inf:
+            norm, factor = ops.norm_and_clip_factor(grads, inv_scale, flag, max_norm, norm_type)
         else:
             norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
             factor = _factor(norm, inv_scale, max_norm)

@@ -374,22 +374,12 @@ class GradScaler(torch.amp.GradScaler):
         return flags
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
-        """Return 1 / scale and a clear flag, both 0-d float32 on the scale's device; 1 if losses are not scaled.
-
-        torch.amp rounds a float64 reciprocal to float32. The float32 quotient has the same bits: rounding twice is
-        innocuous if the wider format has at least 2 * 24 + 2 bits (Figueroa 1995), and float64 has 53. Triton's
-        float32 division is approximate, so its kernel divides in float64.
-        """
+        """Return 1 / scale (1 if losses are not scaled) and a clear flag, both 0-d float32 on the scale's device."""
         scale = self._scale
         if not self._rule.scales_losses:
-            inv_scale = torch.ones_like(scale)
-        elif (ops := ampkit_kernels.backend(scale)) is not ampkit_kernels.reference:
-            inv_scale, flag, self._used_scale = ops.inverse_scale(scale)
-            return inv_scale, flag
-        else:
-            self._used_scale = scale.clone()
-            inv_scale = scale.reciprocal()
-        return inv_scale, torch.zeros_like(inv_scale)
+            return torch.ones_like(scale), torch.zeros_like(scale)
+        inv_scale, flag, self._used_scale = ampkit_kernels.inverse_scale(scale)
+        return inv_scale, flag
 
     def _gradients(
         self, record: OptimizerRecord, optimizer: Any, allow_fp16: bool = True, **options: bool

@@ -19,7 +19,18 @@ The modules, in reading order:
 """
 
 from . import reference, rounding
-from .api import adamw_, cast_, multiply_, norm_and_check, quantize, sgd_, unscale_, unscale_into_
+from .api import (
+    adamw_,
+    cast_,
+    inverse_scale,
+    multiply_,
+    norm_and_check,
+    norm_and_clip_factor,
+    quantize,
+    sgd_,
+    unscale_,
+    unscale_into_,
+)
 from .configs import CURRENT_CUDA as CURRENT_CUDA
 from .configs import is_capturing as is_capturing
 from .float8_scaling import Quantized, Scaling
@@ -36,8 +47,10 @@ __all__ = [
     "adamw_",
     "backend",
     "cast_",
+    "inverse_scale",
     "multiply_",
     "norm_and_check",
+    "norm_and_clip_factor",
     "quantize",
     "reference",
     "rounding",

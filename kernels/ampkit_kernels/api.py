@@ -1,10 +1,12 @@
 """The public operations: each validates its arguments, chooses an implementation and calls it.
 
 The contract of a function is its docstring here; the contracts of kernels are in the modules of `triton_ops`. The
-tensors of a `FlatList` are not checked again.
+tensors of a `FlatList` are not checked again. `ampkit` calls these functions too.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from .implementation import select
 from .rounding import REMAINDER
 from .step_cache import StepCache
 from .tensor_lists import (
+    FlatList,
     check_one_device,
     check_parallel,
     check_resolved,
@@ -24,8 +27,21 @@ from .tensor_lists import (
     strided_floats,
 )
 
+P, R = ParamSpec("P"), TypeVar("R")
 
-@torch.no_grad()
+
+def _without_autograd(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.no_grad`, which takes longer than the checks of a short list, only if autograd is on."""
+    guarded = torch.no_grad()(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (guarded if torch.is_grad_enabled() else function)(*args, **kwargs)
+
+    return call
+
+
+@_without_autograd
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
     """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
 
@@ -56,7 +72,26 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     select(impl, inv_scale.device).unscale_(grads, inv_scale, found_inf)
 
 
-@torch.no_grad()
+def inverse_scale(scale: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
+    """Return `1 / scale`, a flag of 0 for `found_inf`, and a copy of the scale, in one launch.
+
+    The quotient is correctly rounded, so that it has the bits of torch.amp's. Never synchronizes.
+
+    Args:
+        scale: the loss scale: a 0-d float32 tensor.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Returns:
+        Three 0-d float32 tensors on the scale's device.
+
+    >>> import torch
+    >>> inverse_scale(torch.tensor(4.0))
+    (tensor(0.2500), tensor(0.), tensor(4.))
+    """
+    return select(impl, scale.device).inverse_scale(scale)
+
+
+@_without_autograd
 def norm_and_check(
     grads: Sequence[Tensor],
     inv_scale: Tensor,
@@ -95,7 +130,45 @@ def norm_and_check(
     return select(impl, inv_scale.device).norm_and_check(grads, inv_scale, found_inf, float(norm_type))
 
 
-@torch.no_grad()
+@_without_autograd
+def norm_and_clip_factor(
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Return the norm as `norm_and_check` does, and the factor for `multiply_` or a step that unscales and clips.
+
+    The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, with the coefficient of
+    `torch.nn.utils.clip_grads_with_norm_`. Never synchronizes. Moves the bytes of `norm_and_check`. Triton takes no
+    launch more for the factor if `max_norm` is a number and all gradients are flat memory.
+
+    Args:
+        grads, inv_scale, found_inf, norm_type: as in `norm_and_check`.
+        max_norm: the largest norm after clipping: a number, or one element on the gradients' device. inf: no clipping.
+        impl: which implementation computes; see `ampkit_kernels`.
+
+    Returns:
+        The norm, and the factor: a 0-d tensor on the gradients' device, float32, or float64 like the norm where
+        PyTorch computes it.
+
+    Raises:
+        TypeError, ValueError: as `norm_and_check`.
+
+    >>> import torch
+    >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
+    >>> norm_and_clip_factor(grads, torch.tensor(0.5), torch.zeros(()), 1.25)
+    (tensor(2.5000), tensor(0.2500))
+    """
+    grads = _prepared(grads, "norm_and_clip_factor", inv_scale=inv_scale, found_inf=found_inf)
+    ops = select(impl, inv_scale.device)
+    return ops.norm_and_clip_factor(grads, inv_scale, found_inf, max_norm, float(norm_type))
+
+
+@_without_autograd
 def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto") -> None:
     """Multiply gradients in place by a factor on their device, unless it is 1 or `found_inf` is set.
 
@@ -104,7 +177,8 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
 
     Args:
         grads: tensors as `unscale_` takes them. May be empty.
-        factor: one float32 element on the gradients' device, such as `inv_scale * clip_coefficient`.
+        factor: one float32 element on the gradients' device, such as `inv_scale * clip_coefficient`. A float64 element
+            is rounded to float32, except for float64 gradients where PyTorch computes.
         found_inf: one float32 element on the gradients' device, only read; other than 0, nothing is multiplied. None:
             always multiply.
         impl: which implementation computes; see `ampkit_kernels`.
@@ -119,12 +193,12 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     >>> grads[0]
     tensor([0.5000])
     """
-    scalars = {"factor": factor} if found_inf is None else {"factor": factor, "found_inf": found_inf}
-    grads = _prepared(grads, "multiply_", **scalars)
+    grads = _prepared(grads, "multiply_", **({} if found_inf is None else {"found_inf": found_inf}))
+    check_scalar("factor", factor, grads, "multiply_", (torch.float32, torch.float64))
     select(impl, factor.device).multiply_(grads, factor, found_inf)
 
 
-@torch.no_grad()
+@_without_autograd
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: str = "auto") -> None:
     """Copy each source into its destination and convert its dtype: float32 masters to half copies, and back.
 
@@ -155,7 +229,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
         select(impl, sources[0].device).cast_(sources, destinations)
 
 
-@torch.no_grad()
+@_without_autograd
 def unscale_into_(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],
@@ -202,7 +276,7 @@ def unscale_into_(
     select(impl, inv_scale.device).unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
 
 
-@torch.no_grad()
+@_without_autograd
 def adamw_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -221,7 +295,6 @@ def adamw_(
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    copies: Sequence[Tensor] | None = None,
     remainders: Sequence[Tensor] | None = None,
     streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
@@ -232,7 +305,7 @@ def adamw_(
     AdamW is Loshchilov and Hutter's (https://arxiv.org/abs/1711.05101), its operations in the order of
     `torch.optim.AdamW(foreach=False)`. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored
     value. inf and NaN in gradients are stepped with unless `found_inf` says otherwise. Never synchronizes. Moves 28
-    bytes per float32 element, 2 more with a half copy.
+    bytes per float32 element.
 
     Args:
         params: parameters as `unscale_` takes tensors, on one device; updated in place. May be empty.
@@ -253,9 +326,8 @@ def adamw_(
             clip_coefficient`. None: 1.
         grad_scale: each gradient is divided by this float32 element as it is read. None: 1.
         found_inf: one float32 element; other than 0, nothing at all is written. None: always step.
-        copies: one tensor per parameter, float16 or bfloat16 weights for the next forward; receives the new parameter.
-        remainders: one float16 tensor per bfloat16 parameter, in place of `copies`; both together are one float32
-            number, which is stepped: see `ampkit_kernels.rounding`. Updated in place.
+        remainders: one float16 tensor per bfloat16 parameter; both together are one float32 number, which is stepped:
+            see `ampkit_kernels.rounding`. Updated in place.
         streams: one int64 element per parameter, from which its bfloat16 values and moments are rounded at random: see
             `ampkit_kernels.rounding`. Advanced in place. None: round to nearest.
         cache: keeps what kernels need for the next step over alike lists: one for each parameter group. Not used by
@@ -266,7 +338,7 @@ def adamw_(
         TypeError: tensors of other dtypes or layouts, DTensors, moments of several dtypes, remainders beside parameters
             that are not bfloat16.
         ValueError: lengths, shapes or devices that differ, lazily negated or conjugated tensors other than gradients, a
-            scalar that is not one float32 element, streams that are not int64, or both copies and remainders.
+            scalar that is not one float32 element, or streams that are not int64.
 
     >>> import torch
     >>> p, g, m, v, step = (torch.ones(1), torch.ones(1), torch.zeros(1), torch.zeros(1), torch.zeros(()))
@@ -276,7 +348,7 @@ def adamw_(
     """
     op = "adamw_"
     by_name = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    by_name |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders}
+    by_name |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "remainders": remainders}
     lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
     if len(steps) != len(params):
         raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
@@ -300,7 +372,7 @@ def adamw_(
     )
 
 
-@torch.no_grad()
+@_without_autograd
 def sgd_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -314,7 +386,6 @@ def sgd_(
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    copies: Sequence[Tensor] | None = None,
     remainders: Sequence[Tensor] | None = None,
     streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
@@ -335,7 +406,7 @@ def sgd_(
         nesterov: step by the gradient plus `momentum` times the new buffer.
         maximize: step up the gradient.
         multiplier, grad_scale, found_inf: one float32 element each, or None, as in `adamw_`.
-        copies, remainders, streams: one tensor per parameter each, or None, as in `adamw_`.
+        remainders, streams: one tensor per parameter each, or None, as in `adamw_`.
         cache: as in `adamw_`.
         impl: which implementation computes; see `ampkit_kernels`.
 
@@ -351,7 +422,7 @@ def sgd_(
     """
     op = "sgd_"
     by_name = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers if momentum != 0 else None}
-    by_name |= {"copies": copies, "remainders": remainders}
+    by_name |= {"remainders": remainders}
     lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
@@ -370,7 +441,7 @@ def sgd_(
     )
 
 
-@torch.no_grad()
+@_without_autograd
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None, *, impl: str = "auto"
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -407,8 +478,9 @@ def quantize(
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:
     """The gradients as strided real floats, after checks of their devices and of the scalars."""
-    grads = strided_floats(grads, op)
-    check_one_device(grads, op)
+    if type(grads) is not FlatList:
+        grads = strided_floats(grads, op)
+        check_one_device(grads, op)
     for name, scalar in scalars.items():
         check_scalar(name, scalar, grads, op)
     return grads
@@ -438,8 +510,6 @@ def _step_lists(
     for name, scalar in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):
         if scalar is not None:
             check_scalar(name, scalar, plain["params"], op)
-    if "copies" in plain and "remainders" in plain:
-        raise ValueError(f"{op}: got both copies and remainders; expected one of them")
     for i, (p, remainder) in enumerate(zip(plain["params"], plain.get("remainders", ()), strict=False)):
         if (p.dtype, remainder.dtype) != (torch.bfloat16, REMAINDER):
             raise TypeError(

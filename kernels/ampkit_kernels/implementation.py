@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from . import reference
 
 IMPLS = ("auto", "triton", "reference")
+AUTO = ("cuda",)  # device types on which "auto" tries Triton; tests add "cpu", for the interpreter
 MINIMUM_CAPABILITY = (8, 0)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -79,7 +80,7 @@ def _fault(device: torch.device) -> str | None:
     Nothing but the host is used, so a CUDA graph may be captured meanwhile.
     """
     try:
-        from .triton_ops.scale import compile_one
+        from .triton_ops.unscale import compile_one
 
         compile_one(device)
     except Exception as error:  # the compiler, the linker, the file system and ptxas raise different types
@@ -93,19 +94,26 @@ def _fault(device: torch.device) -> str | None:
 
 @functools.cache
 def _warn_of(fault: str) -> None:
-    warnings.warn(f"ampkit uses PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=3)
+    warnings.warn(f"ampkit uses PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=4)
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:
-    """Whether a call with this `impl` on this device goes to Triton; raises when an explicit request cannot be met."""
+    """Return whether a call with this `impl` on this device goes to Triton. Never synchronizes.
+
+    Args:
+        impl: "auto", "triton" or "reference".
+        device: the device of the tensors.
+
+    Raises:
+        TritonUnavailable: `impl` is "triton", and Triton cannot run; the message has the reason.
+        ValueError: `impl` is another string.
+
+    >>> uses_triton("auto", torch.device("cpu"))
+    False
+    """
     if impl == "auto":
-        # The interpreter is for tests: "auto" never selects it.
-        if device.type != "cuda":
-            return False
-        reason = why_not_triton(device)
-        if reason is not None and _unsupported(device) is None:
-            _warn_of(reason)
-        return reason is None
+        # While code is traced no kernel is compiled on trial, so that answer is not kept.
+        return device.type in AUTO and (_serves.__wrapped__(device) if is_compiling() else _serves(device))
     if impl == "triton":
         reason = why_not_triton(device)
         if reason:
@@ -116,8 +124,19 @@ def uses_triton(impl: str, device: torch.device) -> bool:
     raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
 
 
+@functools.cache
+def _serves(device: torch.device) -> bool:
+    """Whether "auto" selects Triton on a device; warns if Triton supports the device and cannot compile."""
+    reason = why_not_triton(device)
+    if reason is not None and _unsupported(device) is None:
+        _warn_of(reason)
+    return reason is None
+
+
 def select(impl: str, device: torch.device) -> ModuleType:
     """The module whose functions compute: `triton_ops` or `reference`, which have functions of the same names."""
+    if impl == "auto" and device.type not in AUTO:  # most calls on a CPU
+        return reference
     if not uses_triton(impl, device):
         return reference
     from . import triton_ops
@@ -148,4 +167,4 @@ def backend(tensor: Tensor) -> ModuleType:
     >>> backend(torch.ones(2)).__name__
     'ampkit_kernels.reference'
     """
-    return reference if tensor.is_cpu else _backend(tensor.device)
+    return _backend(tensor.device) if tensor.device.type in AUTO else reference

@@ -2,8 +2,8 @@
 
 Nothing here synchronizes. On the CPU, branches are taken on the host (values are read through NumPy, so that tests
 that count `.item()` calls see none); on other devices the same decisions are made with tensor arithmetic. The functions
-validate nothing: they take lists that `tensor_lists.strided_floats` returned; `adamw_` and `sgd_` take the lists that
-the step has in a dictionary, under the names of the public functions' arguments.
+validate nothing and run without autograd: they take lists that `tensor_lists.strided_floats` returned; `adamw_` and
+`sgd_` take the lists that the step has in a dictionary, under the names of the public functions' arguments.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +67,16 @@ def _set_unless(finite: Tensor, found_inf: Tensor) -> None:
     found_inf.copy_(torch.where(finite, found_inf, 1.0))
 
 
+def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """1 / scale, a flag of 0, and a copy of the scale; see `ampkit_kernels.inverse_scale`.
+
+    The float32 quotient has the bits of torch.amp's float64 reciprocal rounded to float32: rounding twice is innocuous
+    where the wider format has at least 2 * 24 + 2 bits (Figueroa 1995), and float64 has 53.
+    """
+    inverse = scale.reciprocal()
+    return inverse, torch.zeros_like(inverse), scale.clone()
+
+
 def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
     """Norm of grads * inv_scale without writing them; see `ampkit_kernels.norm_and_check`.
 
@@ -101,6 +111,21 @@ def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
         if not _is_finite(host_value(norm)):
             norm = (_total(filled, norm_type, torch.float64) * factor).to(out_dtype)
     return norm
+
+
+def norm_and_clip_factor(
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, max_norm: float | Tensor, norm_type: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """The norm, and the factor that unscales and clips; see `ampkit_kernels.norm_and_clip_factor`."""
+    norm = norm_and_check(grads, inv_scale, found_inf, norm_type)
+    return norm, clip_factor(norm, inv_scale, max_norm)
+
+
+def clip_factor(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Tensor:
+    """`inv_scale` times the coefficient of `torch.nn.utils.clip_grads_with_norm_`."""
+    if isinstance(max_norm, float) and max_norm == INF:  # inf / inf would be NaN
+        return inv_scale
+    return inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def _is_finite(value: float) -> bool:
@@ -155,6 +180,9 @@ def _unscaled_is_finite(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
     """Multiply in place unless the factor is 1 or found_inf is set; see `ampkit_kernels.multiply_`."""
+    if factor.dtype is torch.float64:
+        multiply_([g for g in grads if g.dtype is not torch.float64], factor.float(), found_inf)
+        grads = [g for g in grads if g.dtype is torch.float64]
     if not grads:
         return
     grads = written_in_place(grads, "multiply_")
@@ -170,7 +198,6 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
         torch._foreach_mul_(group, factor.reshape(()))
 
 
-@torch.no_grad()
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """Copy with conversion; see `ampkit_kernels.cast_`. Grouped by dtype pair, for torch's fast path."""
     pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -182,7 +209,6 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         torch._foreach_copy_(group_destinations, group_sources)
 
 
-@torch.no_grad()
 def unscale_into_(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],
@@ -212,7 +238,6 @@ def unscale_into_(
         cast_(products, destinations)
 
 
-@torch.no_grad()
 def adamw_(
     lists: Mapping[str, Sequence[Tensor]],
     *,
@@ -256,7 +281,6 @@ def adamw_(
         _store([(p, new_p), *state], [(step, step + 1)] if is_last else [], skip, row, numbers, is_last)
 
 
-@torch.no_grad()
 def sgd_(
     lists: Mapping[str, Sequence[Tensor]],
     *,
@@ -398,7 +422,5 @@ def _store(
             (old, rounding.rounded(new.float(), bits) if old.dtype is torch.bfloat16 else new)
             for (old, new), bits in zip(values, rounding.random_bits(advanced, p, numbers), strict=False)
         ]
-    if "copies" in row:
-        exact.append((row["copies"], values[0][1].to(p.dtype)))
     for old, new in (*values, *exact):
         old.copy_(new if skip is None else torch.where(skip, old, new.to(old.dtype)))

@@ -25,7 +25,7 @@ class Launch:
         run: takes this object and the step's options, and launches.
         table: the addresses of the rows, on the device.
         coefficients: memory on the device for the kernel's coefficients of each row.
-        constants: the kernel's constants.
+        constants: the kernels' constants that follow from the lists.
         rows: indices of the rows; None for all.
         n_elementwise: how many lists the kernel walks element by element. The table's later columns, steps and streams,
             are lists of one element per row.
@@ -34,7 +34,7 @@ class Launch:
     run: Callable[..., None]
     table: Any
     coefficients: Tensor
-    constants: dict[str, Any]
+    constants: tuple[Any, ...]
     rows: Sequence[int] | None
     n_elementwise: int
 

@@ -21,8 +21,9 @@ _SHAPE, _NBYTES = attrgetter("shape"), attrgetter("nbytes")
 class FlatList(list[Tensor]):
     """A checked list, whose tensors no operation of this package checks again.
 
-    Plain contiguous float tensors of one dtype on one device, each with elements and memory of its own. `addresses` and
-    `sizes`, in bytes, are read when the list is made: use the list at once, and neither change nor keep it.
+    Plain contiguous float tensors of one dtype on one device, none lazily negated, each with elements and memory of its
+    own. `addresses` and `sizes`, in bytes, are read when the list is made: use the list at once, and neither change nor
+    keep it.
     """
 
     addresses: list[int]
@@ -40,6 +41,7 @@ class FlatList(list[Tensor]):
                 or not dtypes <= FLOATS
                 or len(set(map(Tensor.get_device, tensors))) != 1
                 or not all(map(Tensor.is_contiguous, tensors))
+                or any(map(Tensor.is_neg, tensors))
             ):
                 return None
             flat = cls(tensors)
@@ -124,17 +126,20 @@ def all_aligned(addresses: Sequence[int]) -> bool:
 
 def resolved(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors with lazy conjugation and negation resolved, for lists whose signs matter."""
-    return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
+    if not any(map(Tensor.is_conj, tensors)) and not any(map(Tensor.is_neg, tensors)):
+        return list(tensors)
+    return [t.resolve_conj().resolve_neg() for t in tensors]
 
 
 def check_resolved(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     """Refuse lazy conjugation and negation in a list that is written: kernels read the memory, which lacks the sign."""
-    for i, t in enumerate(tensors):
-        if t.is_neg() or t.is_conj():
-            raise ValueError(
-                f"{op}: {name}[{i}] is a lazily negated or conjugated view, whose memory holds other values; expected "
-                "tensors of their own values: pass tensor.resolve_conj().resolve_neg()"
-            )
+    if not any(map(Tensor.is_neg, tensors)) and not any(map(Tensor.is_conj, tensors)):
+        return
+    i = next(i for i, t in enumerate(tensors) if t.is_neg() or t.is_conj())
+    raise ValueError(
+        f"{op}: {name}[{i}] is a lazily negated or conjugated view, whose memory holds other values; expected "
+        "tensors of their own values: pass tensor.resolve_conj().resolve_neg()"
+    )
 
 
 def unrepeated(t: Tensor, op: str) -> Tensor:
@@ -172,9 +177,11 @@ def may_overlap(t: Tensor) -> bool:
     return False
 
 
-def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -> None:
-    """Refuse a device scalar that is not one float32 element on the tensors' device."""
-    if value.dtype != torch.float32 or value.numel() != 1:
+def check_scalar(
+    name: str, value: Tensor, tensors: Sequence[Tensor], op: str, dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> None:
+    """Refuse a device scalar that is not one float32 element on the tensors' device; `dtypes` allows others."""
+    if value.dtype not in dtypes or value.numel() != 1:
         raise ValueError(
             f"{op}: {name} is a {value.dtype} tensor of shape {tuple(value.shape)}; "
             f"expected one float32 element: torch.tensor(..., dtype=torch.float32)"

@@ -169,5 +169,5 @@ def test_kernels_launch_with_the_configuration_that_is_tuned() -> None:
     for job in tuning.KERNELS:
         with noted_launches() as launches:
             tuning.Tuning(name=job, job=job).side(material, Config(block=256, chunk=1024)).run(1)
-        kernel = f"{tuning.KERNELS[job]}_kernel"
+        kernel = f"{tuning.KERNELS[job].removeprefix('optimizer_')}_kernel"
         assert {launch.options["BLOCK"] for launch in launches if launch.kernel == kernel} == {256}

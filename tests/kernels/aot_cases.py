@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from ampkit_kernels.configs import INTERPRETED_MULTIPROCESSORS
 from ampkit_kernels.float8_scaling import Scaling
-from ampkit_kernels.triton_ops import adamw, float8_quantize, norm, scale, sgd, unscale, unscale_into
+from ampkit_kernels.triton_ops import float8_quantize, norm, optimizer_step, unscale, unscale_into
 from ampkit_kernels.triton_ops.launch import TRITON_DTYPES, jit_kernel
 from tests.kernels.aot import Case
 
@@ -31,7 +31,6 @@ CEILINGS = {
     "unscale": 80,
     "unscale_into": 96,
     "norm": 72,
-    "advance": 32,
     "inverse": 32,
     "row": 96,
     "tile": 96,
@@ -46,29 +45,20 @@ def numbers(dtype: torch.dtype, aligned: bool = True) -> list[Tensor]:
 
 
 def gradient_passes() -> None:
-    """unscale and norm in every dtype, multiply; the rarer norms in the dtypes whose code differs most."""
+    """unscale and norm in every dtype, multiply, 1 / scale; the rarer norms in the dtypes whose code differs most."""
+    unscale.inverse_scale(ONE)
     for dtype in (FP32, FP16, BF16, FP64):
         unscale.unscale_(numbers(dtype), ONE, FLAG)
         for order in (2.0,) if dtype is FP16 else (1.0, 2.0, float("inf")):
             norm.norm_and_check(numbers(dtype), ONE, FLAG, order)
-            norm.norm_and_clip_factor(numbers(dtype), ONE, FLAG, order, 1.0)
+            norm.norm_and_clip_factor(numbers(dtype), ONE, FLAG, 1.0, order)
     for found_inf in (FLAG, None):
         unscale.multiply_(numbers(FP32), ONE, found_inf)
 
 
 def casts() -> None:
     """Masters to halves and back, gradients to master gradients, overwriting and adding; unaligned lists."""
-    for source, destination in (
-        (FP32, FP16),
-        (FP32, BF16),
-        (FP16, FP32),
-        (BF16, FP32),
-        (FP64, FP16),
-        (FP64, BF16),
-        (FP16, BF16),
-        (BF16, FP16),
-        (FP32, FP32),
-    ):
+    for source, destination in itertools.product((FP32, FP16, BF16, FP64), repeat=2):
         unscale_into.cast_(numbers(source), numbers(destination))
     for source, destination in ((FP32, FP16), (FP32, BF16), (BF16, FP32)):
         unscale_into.cast_(numbers(source, aligned=False), numbers(destination))
@@ -82,7 +72,6 @@ def step(
     param: torch.dtype,
     grad: torch.dtype,
     state: torch.dtype,
-    last: torch.dtype | None = None,
     *,
     aligned: bool = True,
     amsgrad: bool = False,
@@ -90,62 +79,40 @@ def step(
     stochastic: bool = False,
     **options: Any,
 ) -> None:
-    """A step of an optimizer; `last` is the dtype of copies."""
+    """A step of an optimizer."""
     lists = {"params": numbers(param), "grads": numbers(grad, aligned)}
     names = ["exp_avgs", "exp_avg_sqs", *["max_exp_avg_sqs"] * amsgrad]
     if kind == "sgd":
         names = ["momentum_buffers"] if options.setdefault("momentum", 0.9) else []
     lists |= {name: numbers(state) for name in names}
-    lists |= {"copies": numbers(last)} if last else {"remainders": numbers(FP16)} if remainder else {}
+    lists |= {"remainders": numbers(FP16)} if remainder else {}
     lists |= {"streams": [torch.zeros((), dtype=torch.int64)]} if stochastic else {}
     options = {"lr": 0.1, "weight_decay": 0.1, **options}
     if kind == "sgd":
-        sgd.sgd_(lists, cache=None, **options)
+        optimizer_step.sgd_(lists, cache=None, **options)
     else:
         options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **options}
-        adamw.adamw_({**lists, "steps": [torch.zeros(())]}, cache=None, **options)
+        optimizer_step.adamw_({**lists, "steps": [torch.zeros(())]}, cache=None, **options)
 
 
 def steps() -> None:
-    """Dtypes of parameters, gradients and state, copies, alignment, device scalars, remainders; rarer options."""
+    """Dtypes of parameters, gradients and state, alignment, device scalars, remainders; rarer options."""
     for kind in ("adamw", "sgd"):
         for grad in (FP32, FP16, BF16):
             step(kind, FP32, grad, FP32, **SCALARS)
         for dtype in (FP16, BF16, FP64):
             step(kind, dtype, dtype, dtype, **SCALARS)
-        step(kind, FP32, FP32, FP32, BF16, **SCALARS)
         step(kind, FP32, FP32, FP32, aligned=False, **SCALARS)
         for dtype, state in ((BF16, BF16), (BF16, FP32), (FP32, BF16)):
             step(kind, dtype, dtype, state, stochastic=True, **SCALARS)
         step(kind, BF16, BF16, BF16, stochastic=True, aligned=False, **SCALARS)
         step(kind, BF16, BF16, FP32, remainder=True, **SCALARS)
     step("adamw", BF16, BF16, BF16, remainder=True, stochastic=True, **SCALARS)
-    step("adamw", FP32, FP32, FP32, FP16, **SCALARS)
     step("adamw", FP32, FP32, FP32, amsgrad=True, **SCALARS)
-    step("adamw", FP32, FP16, FP32, FP16, amsgrad=True, aligned=False, **SCALARS)
+    step("adamw", FP32, FP16, FP32, amsgrad=True, aligned=False, **SCALARS)
     step("adamw", FP32, FP32, FP32, beta1=0.3, lr=ONE, maximize=True)
     step("sgd", FP32, FP16, FP32, nesterov=True, lr=ONE, maximize=True, **SCALARS)
     step("sgd", FP32, FP32, FP32, momentum=0.0, weight_decay=0.0, **SCALARS)
-
-
-def single_numbers() -> None:
-    """The kernels of a scaler's single numbers."""
-    scale.inverse_scale(ONE)
-    count = torch.ones((), dtype=torch.int32)
-    for clean in (False, True):
-        scale.update_scale_(
-            (ONE, count, count, count, count),
-            FLAG,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=2000,
-            min_scale=1.0,
-            max_scale=2.0,
-            hysteresis=1,
-            refills_when_clean=clean,
-            tolerance=0.0,
-        )
-    scale.tally_update_(torch.zeros(8, dtype=torch.int64), ONE, ONE, FLAG, [FLAG, FLAG])
 
 
 def float8_casts() -> None:
@@ -162,23 +129,26 @@ def lists_walked(kernel: str, constants: dict[str, Any]) -> tuple[list[tl.dtype]
     if kernel == "unscale_into":
         written = [constants["DESTINATION"]]
         return [constants["SOURCE"], *written * constants["ACCUMULATE"]], written
-    if kernel in ("adamw", "sgd"):
-        n_state = 2 + constants["AMSGRAD"] if kernel == "adamw" else int(constants["MOMENTUM"])
-        both = [constants["PARAM"], *[constants["MOMENT"]] * n_state, *[constants["COPY_TO"]] * constants["REMAINDER"]]
-        return [constants["GRAD"], *both], [*both, *[constants["COPY_TO"]] * constants["COPY"]]
+    if kernel == "step":
+        both = [constants["param"], *[constants["state"]] * constants["n_state"], *[tl.int16] * constants["remainder"]]
+        return [constants["grad"], *both], both
     return [constants["DTYPE"]], [constants["DTYPE"]] * (kernel != "norm")
 
 
 def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> Case:
     """The variant that a launch compiles, and the requirements on its code."""
     named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-    name, words, types, constants, attrs = kernel.fn.__name__.removesuffix("_kernel"), [], {}, {}, {}
+    name, words, types = kernel.fn.__name__.removesuffix("_kernel"), [], {}
+    constants: dict[str, Any] = {}
+    compiled, attrs = {}, {}
     for number, parameter in enumerate(kernel.params):
         key, value = parameter.name, named.pop(parameter.name)
         if parameter.is_constexpr:
-            constants[key], types[key] = value, "constexpr"
-            if key not in ("ACC", "ITEMSIZE", "BLOCK") and value is not False:
-                words.append(key.lower() if value is True else str(value))
+            compiled[key], types[key] = value, "constexpr"
+            for word, constant in (vars(value) if key == "FORM" else {key: value}).items():
+                constants[word] = constant
+                if word not in ("acc", "ACC", "ITEMSIZE", "BLOCK") and constant is not False:
+                    words.append(word.lower() if constant is True else str(constant))
         elif isinstance(value, Tensor):
             types[key] = f"*{NAMES[value.dtype]}"
             if key.endswith("_ptr") and value.dtype is not FP32 and "blocks" not in types:
@@ -190,7 +160,8 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
             types[key] = "i32" if annotation is None else {tl.int64: "i64", tl.int32: "i32"}.get(annotation, "fp64")
     if "enable_fp_fusion" not in named:
         raise AssertionError(f"{name}: the launch must set enable_fp_fusion, whose default differs between Tritons")
-    aligned, is_float8 = constants.get("ALIGNED", True), "x_ptr" in types
+    aligned, is_float8 = constants.get("ALIGNED", constants.get("aligned", True)), "x_ptr" in types
+    is_wide = tl.float64 in (constants.get("ACC"), constants.get("acc"))
     required: dict[str, Any] = {}
     if "blocks" in types:
         read, written = lists_walked(name, constants)
@@ -209,8 +180,8 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
         }
     elif is_float8:
         required = {"wide_loads": int(aligned), "wide_stores": int(aligned and name == "tile")}
-    ceiling = CEILINGS.get(name, 64) if aligned and constants.get("ACC") is not tl.float64 else 128
-    source = ASTSource(kernel, types, constants, attrs)
+    ceiling = CEILINGS.get(name, 64) if aligned and not is_wide else 128
+    source = ASTSource(kernel, types, compiled, attrs)
     return Case(" ".join([name, *words]), source, named, ceiling, (89 if is_float8 else 80, 90, 100), **required)
 
 
@@ -246,8 +217,8 @@ def waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
 
 def bad_cases(good: list[Case]) -> list[Case]:
     """Code that is bad on purpose: accesses of single elements, too few registers, a wait in a loop."""
-    step = next(case for case in good if case.name.startswith("adamw") and "aligned" in case.name)
-    narrow = next(case for case in good if case.name.startswith("adamw") and "aligned" not in case.name)
+    step = next(case for case in good if case.name.startswith("step adamw") and " aligned" in case.name)
+    narrow = next(case for case in good if case.name.startswith("step adamw") and " aligned" not in case.name)
     table, options = torch.zeros(2, dtype=torch.int64), {"num_warps": 8, "enable_fp_fusion": False}
     (waiting,) = cases_of(lambda: waiting_kernel[(1,)](table, 1, BLOCK=1024, **options))
     return [
@@ -259,5 +230,5 @@ def bad_cases(good: list[Case]) -> list[Case]:
 
 def all_cases() -> list[Case]:
     """Every variant, and the bad ones; names are unique."""
-    good = cases_of(gradient_passes, casts, steps, single_numbers, float8_casts)
+    good = cases_of(gradient_passes, casts, steps, float8_casts)
     return [*good, *bad_cases(good)]

@@ -22,9 +22,9 @@ def lists(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [g.abs().to(dtype) for g in gradients(torch.float32, SIZES)]
 
 
-def step(kind: Callable[..., None], n_lists: int, *of: list[Tensor], beside: str = "", **given: Any) -> None:
-    """A step over the first `n_lists` lists; `beside` names the argument for the last list: copies or remainders."""
-    given = {"found_inf": FLAG, **given, **({beside: of[-1]} if beside else {})}
+def step(kind: Callable[..., None], n_lists: int, *of: list[Tensor], remainders: bool = False, **given: Any) -> None:
+    """A step over the first `n_lists` lists; with `remainders`, the last list is that argument."""
+    given = {"found_inf": FLAG, **given, **({"remainders": of[-1]} if remainders else {})}
     kind(*of[:n_lists], lr=0.1, weight_decay=0.1, multiplier=HALF, impl="triton", **given)
 
 
@@ -32,7 +32,7 @@ COUNTS, STREAMS = [torch.zeros(()) for _ in SIZES], [torch.zeros((), dtype=torch
 adamw = partial(step, kernels.adamw_, 5, steps=COUNTS, beta1=0.9, beta2=0.99, eps=1e-8)
 sgd = partial(step, kernels.sgd_, 3)
 BF16, FP16, FLOAT = torch.bfloat16, torch.float16, torch.float32
-STEP = [*[FLOAT] * 5, FP16]
+STEP = [FLOAT] * 5
 # The dtype of each list, the operation over the lists, its bytes per element of one list.
 CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] = {
     "unscale": ([FLOAT], lambda g: kernels.unscale_(g, HALF, FLAG, impl="triton"), model.UNSCALE),
@@ -48,19 +48,18 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
     "cast": ([FLOAT, FP16], lambda s, d: kernels.cast_(s, d, impl="triton"), model.CAST_TO_HALF),
     "adamw": (STEP, adamw, model.ADAMW),
     "adamw, amsgrad": (STEP, partial(adamw, amsgrad=True), model.ADAMW_AMSGRAD),
-    "adamw, copy": (STEP, partial(adamw, beside="copies"), model.ADAMW_WITH_HALF_COPY),
-    "adamw, skipped": (STEP, partial(adamw, found_inf=SKIP, amsgrad=True, beside="copies"), NOTHING),
+    "adamw, skipped": (STEP, partial(adamw, found_inf=SKIP, amsgrad=True), NOTHING),
     "adamw, bfloat16": ([BF16] * 5, partial(adamw, streams=STREAMS), model.step(2, 2, 2)),
     "adamw, bfloat16, wide moments": ([BF16, BF16, *[FLOAT] * 3], partial(adamw, streams=STREAMS), model.step(2, 2, 4)),
     "adamw, narrow moments": ([FLOAT, FLOAT, *[BF16] * 3], partial(adamw, streams=STREAMS), model.step(2, 4, 2)),
     "adamw, remainder": (
         [BF16, BF16, *[FLOAT] * 3, FP16],
-        partial(adamw, beside="remainders"),
+        partial(adamw, remainders=True),
         model.step(2, 2, 4, remainder=2),
     ),
     "adamw, remainder, narrow moments": (
         [*[BF16] * 5, FP16],
-        partial(adamw, beside="remainders", streams=STREAMS),
+        partial(adamw, remainders=True, streams=STREAMS),
         model.step(2, 2, 2, remainder=2),
     ),
     "sgd, momentum": ([FLOAT] * 3, partial(sgd, momentum=0.9), model.SGD_MOMENTUM),
@@ -68,7 +67,7 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
     "sgd, bfloat16": ([BF16] * 3, partial(sgd, momentum=0.9, streams=STREAMS), model.step(1, 2, 2)),
     "sgd, remainder": (
         [BF16, BF16, FLOAT, FP16],
-        partial(sgd, beside="remainders", momentum=0.9),
+        partial(sgd, remainders=True, momentum=0.9),
         model.step(1, 2, 4, remainder=2),
     ),
 }
@@ -108,7 +107,7 @@ def test_bytes_per_element(interpreted, name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_steps_add_up_to_the_figures_of_docs_optim() -> None:
-    """Bytes of an element's weight, state, remainder and copy; their sum as they are read and written."""
-    rows = [(4, 4, 0, 0), (4, 4, 0, 2), (2, 2, 0, 0), (2, 4, 0, 0), (2, 4, 2, 0), (2, 2, 2, 0), (4, 2, 0, 0)]
-    assert [model.step(2, *row).total for row in rows] == [28, 30, 14, 22, 26, 18, 20]
-    assert [model.step(1, *row).total for row in rows] == [20, 22, 10, 14, 18, 14, 16]
+    """Bytes of an element's weight, state and remainder; their sum as they are read and written."""
+    rows = [(4, 4, 0), (2, 2, 0), (2, 4, 0), (2, 4, 2), (2, 2, 2), (4, 2, 0)]
+    assert [model.step(2, *row).total for row in rows] == [28, 14, 22, 26, 18, 20]
+    assert [model.step(1, *row).total for row in rows] == [20, 10, 14, 18, 14, 16]

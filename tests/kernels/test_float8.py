@@ -3,12 +3,15 @@
 Triton's interpreter converts to FP8 without carry, without saturation, and NaN to 384; torch's cast replaces it.
 """
 
+import math
+
 import pytest
 import torch
 
 from ampkit_kernels import Scaling, quantize
 from benchmarks import byte_model as model
 from tests.gpu_checks.cuda_only import same_forms
+from tests.kernels.launches import noted_launches
 from tests.kernels.test_bytes import count_accesses
 
 CPU, E4M3, E5M2 = torch.device("cpu"), torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,8 +89,28 @@ def test_any_strides(interpreted_float8, forms):
 def test_long_rows_take_pytorchs_operators(interpreted_float8, monkeypatch):
     monkeypatch.setattr(interpreted_float8, "LONGEST_ROW", 32)
     monkeypatch.setattr(interpreted_float8, "_by_rows", None)
+    monkeypatch.setattr(interpreted_float8, "_by_tiles", None)
     rows, _ = quantize(torch.ones(2, 48), ROW, None, impl="triton")
     assert rows.data.shape == (2, 48)
+    monkeypatch.setattr(interpreted_float8, "LONGEST", 32)
+    for shape in ((2, 48), (48, 2)):
+        rows, _ = quantize(torch.ones(shape), TENSOR, None, impl="triton")
+        assert rows.data.shape == shape
+
+
+@pytest.mark.parametrize("shape", [(1, 65536 * 64), (65536 * 64, 1)])
+def test_long_matrices_have_a_grid_that_cuda_accepts(interpreted_float8, shape):
+    """Which is of at most 65,535 programs in the second and third dimension."""
+    with noted_launches() as launches:
+        interpreted_float8._by_tiles(
+            torch.empty(shape, dtype=torch.bfloat16),
+            TENSOR,
+            torch.zeros((), dtype=torch.int32),
+            casts=True,
+            transposes=True,
+        )
+    grids = [launch.arguments[0] for launch in launches]
+    assert [max(grid[1:]) <= 65535 and math.prod(grid) >= 65536 for grid in grids] == [True]
 
 
 def test_older_gpus_take_pytorchs_operators(interpreted_float8, monkeypatch):

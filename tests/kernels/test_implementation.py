@@ -21,6 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
     monkeypatch.setattr(implementation, "_fault", lambda device: None, raising=False)
+    monkeypatch.setattr(implementation, "_serves", functools.cache(implementation._serves.__wrapped__))
     return monkeypatch
 
 
@@ -40,6 +41,7 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
     assert implementation.why_not_triton(META) == "the tensors are on meta; the kernels run on CUDA devices"
     for capability in ((8, 0), (9, 0), (10, 0)):
         gpu.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
+        implementation._serves.cache_clear()
         assert implementation.uses_triton("auto", CUDA)
     gpu.setattr(torch.version, "hip", "6.4")
     assert implementation.why_not_triton(CUDA) == "the kernels have not been verified on ROCm"
@@ -48,13 +50,14 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
         implementation.uses_triton("triton", CUDA)
     gpu.setattr(implementation, "HAS_TRITON", False)
     assert implementation.why_not_triton(CUDA) == "Triton is not installed: pip install 'triton>=3.6'"
+    implementation._serves.cache_clear()
     assert not implementation.uses_triton("auto", CUDA)
 
 
 def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an image without a C compiler. Explicit requests raise; where the kernels would not run nothing is tried."""
     from ampkit_kernels import reference
-    from ampkit_kernels.triton_ops import scale
+    from ampkit_kernels.triton_ops import unscale
 
     tried = []
 
@@ -65,8 +68,8 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - 2 * device.index, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(scale, "compile_one", compile_one, raising=False)
-    for name in ("_fault", "_warn_of"):
+    monkeypatch.setattr(unscale, "compile_one", compile_one, raising=False)
+    for name in ("_fault", "_serves", "_warn_of"):
         monkeypatch.setattr(implementation, name, functools.cache(getattr(implementation, name).__wrapped__))
     others = CPU, META, torch.device("cuda", 1)
     assert [implementation.uses_triton("auto", device) for device in others] == [False] * 3
@@ -79,11 +82,12 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
         assert implementation.select("auto", CUDA) is reference
     assert (len(warned), tried) == (1, [CUDA])
     implementation._fault.cache_clear()
+    implementation._serves.cache_clear()
     monkeypatch.setattr(implementation, "is_compiling", lambda: True)
     assert implementation.why_not_triton(CUDA) is None
     assert tried == [CUDA]
     monkeypatch.setattr(implementation, "is_compiling", lambda: False)
-    monkeypatch.setattr(scale, "compile_one", tried.append)
+    monkeypatch.setattr(unscale, "compile_one", tried.append)
     assert implementation.uses_triton("auto", CUDA)
     assert implementation.uses_triton("triton", CUDA)
     assert tried == [CUDA, CUDA]
@@ -96,22 +100,23 @@ def test_a_cache_that_cannot_be_written_is_found_without_a_launch(
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from ampkit_kernels.triton_ops import scale
+    from ampkit_kernels.triton_ops import unscale
 
     stand_in = mock.Mock(**{"get_current_target.return_value": GPUTarget("cuda", 90, 32)})
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(driver, "_active", stand_in)
-    monkeypatch.setattr(scale, "inverse_kernel", JITFunction(scale.inverse_kernel.fn))  # not to be interpreted
+    monkeypatch.setattr(unscale, "inverse_kernel", JITFunction(unscale.inverse_kernel.fn))  # not to be interpreted
     with pytest.raises(OSError, match="Not a directory"):
-        scale.compile_one(CPU)
+        unscale.compile_one(CPU)
 
 
 def test_backends_are_the_modules_by_device_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     from ampkit_kernels import reference, triton_ops
 
     monkeypatch.setattr(implementation, "_backend", functools.cache(implementation._backend.__wrapped__))
-    device = torch.ones(1, device="meta")  # in place of a CUDA device's
+    monkeypatch.setattr(implementation, "AUTO", ("meta",))  # in place of "cuda"
+    device = torch.ones(1, device="meta")
     for auto, expected in ((True, triton_ops), (False, triton_ops)):
         monkeypatch.setattr(implementation, "uses_triton", lambda impl, device, auto=auto: auto and impl == "auto")
         assert ampkit_kernels.backend(device) is expected

@@ -1,5 +1,6 @@
 """Tensors that lists may hold, and arguments that are refused; `tests.gpu_checks.operations` has the arithmetic."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,8 +98,34 @@ def test_aligned_and_other_rows_of_equal_sizes(momentum: float) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+def test_the_factor_unscales_and_clips(impl: str, order: float) -> None:
+    """Numbers and tensors, above and below the norm; gradients in flat memory and others."""
+    inv_scale, grads = scalar(0.25), [torch.full((3, 4), 8.0), torch.ones(5).double(), torch.ones(4, 6)[:, ::2]]
+    for part, max_norm in itertools.product((grads[:1], grads), (0.5, 1e6, float("inf"), 3, scalar(0.5))):
+        flags = scalar(0.0), scalar(0.0)
+        norm, factor = kernels.norm_and_clip_factor(part, inv_scale, flags[0], max_norm, order, impl=impl)
+        want = kernels.norm_and_check(part, inv_scale, flags[1], order, impl=impl)
+        torch.testing.assert_close(norm, want, rtol=0, atol=0)
+        torch.testing.assert_close(
+            factor.double(), inv_scale * min(1.0, float(max_norm / (want + 1e-6))), rtol=1e-6, atol=0, check_dtype=False
+        )
+        before = [g.clone() for g in part]
+        kernels.multiply_(part, factor, impl=impl)
+        torch.testing.assert_close(part, [g * float(factor) for g in before])
+
+
+def test_a_flat_list_holds_plain_memory() -> None:
+    grads = [torch.ones(3), torch.ones(2)]
+    assert kernels.FlatList.of(grads) == grads
+    others = (torch._neg_view(torch.ones(2)), torch.ones(2).double(), torch.ones(0), torch.ones(4)[::2], grads[0])
+    assert [kernels.FlatList.of([grads[0], other]) for other in others] == [None] * 5
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_only_addresses_on_16_byte_boundaries_are_promised_to_be() -> None:
-    """A launch with `ALIGNED` has 128-bit accesses, which fault at other addresses; the interpreter allows them."""
+    """An aligned launch has 128-bit accesses, which fault at other addresses; the interpreter allows them."""
     lists = [Guarded([torch.ones(3)] * 4, offsets).views for offsets in ((0,), (0, 0, 1), (0, 1), (0,))]
     steps = [torch.zeros(()) for _ in range(4)]
     with noted_launches() as launches:
@@ -106,7 +133,12 @@ def test_only_addresses_on_16_byte_boundaries_are_promised_to_be() -> None:
         kernels.unscale_into_(*lists[1:3], scalar(0.5), scalar(0.0), impl="triton")
         kernels.sgd_(*lists[:3], lr=0.1, momentum=0.9, impl="triton")
         kernels.adamw_(*lists, [], steps, impl="triton", **ADAMW)
-    promises = [(launch.options["ALIGNED"], launch.arguments[1]) for launch in launches if "ALIGNED" in launch.options]
+    promises = [
+        (launch.options["FORM"].aligned if launch.kernel == "step_kernel" else launch.options["ALIGNED"], addresses)
+        for launch in launches
+        if launch.kernel != "prepare_kernel"
+        for addresses in launch.arguments[1:2]
+    ]
     assert len(promises) == 8
     for aligned, addresses in promises:
         assert aligned == all(address % 16 == 0 for address in addresses), promises
@@ -145,23 +177,7 @@ def test_what_is_written_is_stale_for_backward(impl: str) -> None:
     `unscale_` leaves versions alone, as torch's operator does: a scaler recognizes unscaled gradients by them.
     """
     inv_scale, flag = scalar(0.5), scalar(0.0)
-    moments, (step, scale) = [[torch.zeros(3)] for _ in range(2)], (scalar(0.0), scalar(2.0))
-
-    def update() -> None:
-        ops: Any = kernels.triton_ops
-        counts = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
-        ops.update_scale_(
-            (scale, *counts),
-            flag,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-            growth_interval=1,
-            min_scale=1.0,
-            max_scale=2.0,
-            hysteresis=1,
-            refills_when_clean=False,
-            tolerance=0.0,
-        )
+    moments, step = [[torch.zeros(3)] for _ in range(2)], scalar(0.0)
 
     first, second, half = torch.ones(3), torch.ones(3), torch.ones(3).half()
     sparse = torch.sparse_coo_tensor([[0, 3]], [1.0, 2.0], (5,), check_invariants=True)._values()
@@ -174,14 +190,12 @@ def test_what_is_written_is_stale_for_backward(impl: str) -> None:
         (lambda: kernels.cast_([first, second], [half, strided[:, 0]], impl=impl), [half, strided], [first, second]),
         (lambda: kernels.unscale_into_([half], [second], inv_scale, flag, impl=impl), [second], [half]),
         (
-            lambda: kernels.adamw_([first], [second], *moments, [], [step], copies=[half], impl=impl, **ADAMW),
-            [first, half],
+            lambda: kernels.adamw_([first], [second], *moments, [], [step], impl=impl, **ADAMW),
+            [first],
             [second],
         ),
-        (lambda: kernels.sgd_([first], [second], [], copies=[half], lr=0.1, impl=impl), [first, half], [second]),
+        (lambda: kernels.sgd_([first], [second], [], lr=0.1, impl=impl), [first], [second]),
     ]
-    if impl == "triton":
-        operations.append((update, [scale], [flag]))
     for i, (operation, written, read) in enumerate(operations):
         before = [t._version for t in written], [t._version for t in read]
         operation()
@@ -221,7 +235,6 @@ REFUSED: list[tuple[Callable[..., Any], tuple, dict[str, Any], str]] = [
     (kernels.cast_, ([torch.ones(1) + 1j], [(torch.zeros(1) * 1j).conj()]), {}, r"destinations\[0\] is a lazily"),
     (kernels.unscale_into_, (ONE, [torch._neg_view(ONE[0])], HALF, FLAG), {}, r"destinations\[0\] is a lazily"),
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "multiplier": HALF.double()}, "multiplier is a torch.float64"),
-    (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "copies": LOW, "remainders": REMAINDER}, "got both copies and remai"),
     (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "remainders": ONE}, r"remainders\[0\] torch.float32; expected bf"),
     (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "remainders": []}, "got 0 remainders for 1 params"),
     (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "streams": [torch.zeros(2).long()]}, "streams of one int64 element"),

@@ -1,5 +1,6 @@
 """What an iteration launches where Triton runs on the scale's device, and that its numbers are those without Triton."""
 
+import itertools
 import math
 import os
 from typing import Any
@@ -8,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ampkit_kernels
 from ampkit import DynamicLossScale, GradScaler
 from ampkit.optim import AdamW
+from ampkit_kernels import implementation
 from tests.helpers.scaler_tools import alike, one_parameter, started
 
 pytest.importorskip("triton")
@@ -42,7 +43,6 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Have the kernels serve tensors on the CPU."""
-    from ampkit_kernels import triton_ops
     from ampkit_kernels.triton_ops.unscale import unscale_kernel
 
     counted = Launches()
@@ -59,7 +59,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         return run
 
     monkeypatch.setattr(type(unscale_kernel), "__getitem__", noted)
-    monkeypatch.setattr(ampkit_kernels, "backend", lambda _: triton_ops)
+    monkeypatch.setattr(implementation, "AUTO", ("cuda", "cpu"))
     return counted
 
 
@@ -82,9 +82,21 @@ def test_clipping_a_step_and_an_update_take_eight_launches_at_most(launches, cli
             scaler.step(optimizer)
             scaler.update()
     upload, clip = ["upload"] * moved, ["unscale_kernel"] * (max_grad_norm is None)
-    step, update = ["prepare_kernel", "adamw_kernel"], ["aten._amp_update_scale_.default", "aten.clamp_.default"]
+    step, update = ["prepare_kernel", "step_kernel"], ["aten._amp_update_scale_.default", "aten.clamp_.default"]
     assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *clip, *step, *update]
     assert params[0].grad.eq(3.0).all() == (max_grad_norm is not None)
+
+
+def test_scales_at_both_ends_of_float32_are_torchs() -> None:
+    """A growth that would reach inf keeps the scale, `max_scale` or not; the count of clean updates starts again."""
+    largest = torch.finfo(torch.float32).max
+    for growth, backoff, start in itertools.product((2.0, 1e30), (0.5, 1e-30), (1.0, 1e30, largest)):
+        rule = DynamicLossScale(1.0, growth_factor=growth, backoff_factor=backoff, growth_interval=2)
+        for flag in (torch.zeros(()), torch.ones(())):
+            theirs = rule.init("cpu", scale=start, growth_tracker=1)
+            state = rule.next_state(theirs, flag)
+            torch._amp_update_scale_(theirs.scale, theirs.growth_tracker, flag, growth, backoff, 2)
+            assert (state.scale, state.growth_tracker) == (theirs.scale, theirs.growth_tracker), (growth, start)
 
 
 def trained(seed: int, dtype: torch.dtype) -> list[Any]:
@@ -123,11 +135,11 @@ def trained(seed: int, dtype: torch.dtype) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_runs_have_the_bits_of_runs_without_kernels(launches, monkeypatch, dtype: torch.dtype) -> None:
-    """Inverse scales, norms, clip factors, next scales, counts and rows."""
+    """Inverse scales, norms and clip factors."""
     for seed in range(8 * dtype.itemsize, 8 * dtype.itemsize + 4):
         ours = trained(seed, dtype)
         with monkeypatch.context() as patch:
-            patch.setattr(ampkit_kernels, "backend", lambda _: ampkit_kernels.reference)
+            patch.setattr(implementation, "AUTO", ("cuda",))
             theirs = trained(seed, dtype)
         for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             assert alike(mine, other), (seed, index, mine, other)

@@ -25,6 +25,8 @@ CONFIG = Config(block=2048)  # of `amax_kernel`
 TILE = 64  # rows and columns of a tile, which is transposed at a time
 ROWS = 8  # of a program that finds the amaxes of columns, for one atomic operation per column
 LONGEST_ROW = 16384  # elements that a program can hold in its registers
+LONGEST = 1 << 30  # rows or columns, whose numbers and the numbers of a tile beyond them fit int32
+MOST_PROGRAMS = 65535  # in the second dimension of a grid, and in the third
 FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 # Triton specializes on addresses that are multiples of 16 bytes, and all addresses here are: there is one variant for
 # each set of constants. With ALIGNED, sizes are in units of 16: the compiler knows that rows start at such addresses.
@@ -117,20 +119,20 @@ def tile_kernel(
 ):
     if ALIGNED:
         rows, columns = rows * 16, columns * 16
-    r = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    c = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    down, across = tl.program_id(0), tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    r, c = down * TILE + tl.arange(0, TILE), across * TILE + tl.arange(0, TILE)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     at = r[:, None].to(tl.int64) * columns + c[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if BY_COLUMN:
         scale = scale_of(tl.load(amax_ptr + c, mask=c < columns, other=0), LARGEST, POWER_OF_2)
         q = (x * scale[None, :]).to(DTYPE)
-        if tl.program_id(0) == 0:
+        if down == 0:
             tl.store(scale_ptr + c, scale, mask=c < columns)
     else:
         scale = scale_of(tl.load(amax_ptr), LARGEST, POWER_OF_2)
         q = (x * scale).to(DTYPE)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if (down == 0) & (across == 0):
             tl.store(scale_ptr, scale)
     if CASTS:
         tl.store(q_ptr + at, q, mask=inside)
@@ -148,7 +150,8 @@ def quantize(
         return rows, columns
     by_row = along_rows is not None and along_rows.rowwise
     by_column = along_columns is not None and along_columns.rowwise
-    if ((by_row or by_column) and x.shape[1] > LONGEST_ROW) or not _converts(x.device):
+    too_long = ((by_row or by_column) and x.shape[1] > LONGEST_ROW) or max(x.shape) > LONGEST
+    if too_long or not _converts(x.device):
         return reference.quantize(x, along_rows, along_columns)
     x = x.resolve_neg().contiguous()
     x = x.clone() if x.data_ptr() % 16 else x
@@ -217,7 +220,9 @@ def _by_tiles(
     scale = torch.empty(amax.shape, device=x.device)
     q = x.new_empty(x.shape if casts else 0, dtype=scaling.dtype)
     q_t = x.new_empty((columns, rows) if transposes else 0, dtype=scaling.dtype)
-    grid = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
+    across = triton.cdiv(columns, TILE)
+    deep = triton.cdiv(across, MOST_PROGRAMS)
+    grid = triton.cdiv(rows, TILE), triton.cdiv(across, deep), deep
     aligned = rows % 16 == 0 and columns % 16 == 0
     tile_kernel[grid](
         x,

@@ -156,7 +156,7 @@ def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
     flat, other, _ = flat_rows(grads)
     if norm_type not in KERNEL_NORMS or not flat:
         return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)
-    norm, _ = norm_and_clip_factor(pick(grads, flat), inv_scale, found_inf, norm_type, None)
+    norm, _ = _launch(pick(grads, flat), inv_scale, found_inf, norm_type, None)
     if not other:
         return norm
     rest = reference.norm_and_check(pick(grads, other), inv_scale, found_inf, norm_type)
@@ -165,12 +165,23 @@ def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 
 
 def norm_and_clip_factor(
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, max_norm: float | Tensor, norm_type: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """`norm_and_check`, whose `finish_kernel` also computes the factor if it can; see the module's docstring."""
+    flat, other, _ = flat_rows(grads)
+    is_finite = not isinstance(max_norm, Tensor) and max_norm < float("inf")
+    if is_finite and norm_type in KERNEL_NORMS and flat and not other:
+        return _launch(pick(grads, flat), inv_scale, found_inf, norm_type, float(max_norm))
+    norm = norm_and_check(grads, inv_scale, found_inf, norm_type)
+    return norm, reference.clip_factor(norm, inv_scale, max_norm)
+
+
+def _launch(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The norm as `norm_and_check` returns it, for an order of `KERNEL_NORMS`; and the factor that unscales and clips.
+    """The norm of gradients in flat memory, for an order of `KERNEL_NORMS`; and the factor that unscales and clips.
 
-    The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d float32; `inv_scale` itself without a `max_norm`.
-    The gradients are flat memory.
+    The factor is 0-d float32; without a `max_norm`, `inv_scale` itself.
     """
     device, order = inv_scale.device, KERNEL_NORMS[norm_type]
     parts = by_dtype(grads)

@@ -1,12 +1,15 @@
-"""unscale_ and multiply_: g <- g * factor in place. One launch per dtype.
+"""unscale_ and multiply_: g <- g * factor in place, one launch per dtype. inverse_scale: the factor 1 / scale.
 
 Contract. grads: dense CUDA tensors of any float dtype at any element-aligned address, none empty. factor (inv_scale),
-found_inf: one float32 element each. Arithmetic in float32 (float64 for float64), one rounding. Neither synchronizes.
+found_inf: one float32 element each. Arithmetic in float32 (float64 for float64), one rounding. Nothing synchronizes.
 
 `unscale_` sets found_inf to 1.0, never clears it, where a product as it is stored is not finite, by plain stores (every
 writer writes the same value): with a factor of at most 1 exactly where the incoming value is not finite, with a factor
 above 1 also where the product overflows. `multiply_` only reads it: each program returns at once where it is set or
 where the factor is 1.
+
+`inverse_scale` reads one float32 element and returns new memory: the float64 quotient, rounded to float32, because
+float32 division in a kernel is approximate; a flag of 0; and a copy of the scale. One launch, where PyTorch takes four.
 
 Bytes per element: one read, one write (8 for float32); none where `multiply_` returns.
 
@@ -14,6 +17,7 @@ Addressing: see `chunks`; any element-aligned address keeps 128-bit accesses in 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -24,10 +28,11 @@ from .. import reference
 from ..configs import Config
 from ..tensor_lists import by_dtype
 from .chunks import chunk_bounds, load_block, store_block
-from .launch import flat_rows, jit_kernel, list_constants, pick
+from .launch import flat_rows, jit_kernel, list_constants, on_device, pick
 from .pointer_table import table_for
 
 CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)}  # by bytes per element
+_ONE_WARP: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -85,6 +90,14 @@ def unscale_kernel(
                 tl.store(found_inf_ptr, 1.0)
 
 
+@jit_kernel
+def inverse_kernel(scale_ptr, result_ptr):
+    scale = tl.load(scale_ptr)
+    tl.store(result_ptr, (1.0 / scale.to(tl.float64)).to(tl.float32))
+    tl.store(result_ptr + 1, 0.0)
+    tl.store(result_ptr + 2, scale)
+
+
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Launch `unscale_kernel` once per dtype; see the module's docstring."""
     flat, other, _ = flat_rows(grads)
@@ -98,6 +111,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     flat, other, _ = flat_rows(grads)
     if other:
         reference.multiply_(pick(grads, other), factor, found_inf)
+    factor = factor.float()
     flag = factor if found_inf is None else found_inf
     grads = pick(grads, flat)
     _launch(grads, factor, flag, CHECKS=False, SKIPS=found_inf is not None)
@@ -109,3 +123,21 @@ def _launch(grads: Sequence[Tensor], factor: Tensor, flag: Tensor, **constants: 
         dtype = group[0].dtype
         table = table_for([group], CONFIGS[dtype.itemsize])
         table.launch(unscale_kernel, factor, flag, **list_constants(dtype), **constants)
+
+
+def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch `inverse_kernel`; see the module's docstring."""
+    result = torch.empty(3, dtype=torch.float32, device=scale.device)
+    with on_device(scale.device):
+        inverse_kernel[(1,)](scale, result, **_ONE_WARP)
+    inverse, flag, used = result.unbind()
+    return inverse, flag, used
+
+
+def compile_one(device: torch.device) -> None:
+    """Build Triton's driver and compile `inverse_kernel` for a device; raises what its first launch would raise.
+
+    Nothing is loaded or launched here, and the kernel's first launch does not compile again.
+    """
+    with on_device(device):
+        inverse_kernel.warmup(torch.float32, torch.float32, grid=(1,), **_ONE_WARP)
