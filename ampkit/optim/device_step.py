@@ -324,15 +324,14 @@ class DeviceStep(ABC):
 
     def _clip(self, scalars: StepScalars) -> StepScalars:
         """Take the norm of all gradients. Return the scalars with the factor that unscales and clips them."""
-        gradients = gradients_of(self)
+        gradients, max_norm = gradients_of(self), self.max_grad_norm
+        assert max_norm is not None
         device = next(iter(gradients.by_device), _CPU)
         scalars = scalars.on(device)
         inverse = scalars.inverse_scale()
         factor = torch.ones((), dtype=torch.float32, device=device) if inverse is None else inverse
         flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in gradients.by_device}
-        self.grad_norm, factor = norm_and_factor(
-            gradients, factor, flags, 2.0, self.max_grad_norm, Agreement(gradients.meshes)
-        )
+        self.grad_norm, factor = norm_and_factor(gradients, factor, flags, 2.0, max_norm, Agreement(gradients.meshes))
         return StepScalars(scalars.found_inf, None, factor.float())
 
     def _leaves_cpu(self) -> bool:

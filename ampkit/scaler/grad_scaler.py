@@ -323,8 +323,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("unscale_")
+        self._check_scale_growth_tracker("unscale_")
         record = self._record_of(optimizer)
         state = record.state
         if state["stage"] is OptState.STEPPED:
@@ -362,8 +361,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; set the flags that `unscale_` would set."""
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("_check_inf_per_device")
+        self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._record_of(optimizer)
         inv_scale, flag = self._inverse_scale()
         gradients = self._gradients(record, optimizer)
@@ -374,7 +372,7 @@ class GradScaler(torch.amp.GradScaler):
         return flags
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
-        """Return 1 / scale and a clear flag, both 0-d float32 on the scale's device; 1 if losses are not scaled."""
+        """Return 1 / scale (1 if losses are not scaled) and a clear flag, both 0-d float32 on the scale's device."""
         scale = self._scale
         if not self._rule.scales_losses:
             return torch.ones_like(scale), torch.zeros_like(scale)
@@ -464,8 +462,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             take_master_gradients(optimizer)
             return clipping.clip_unscaled(parameters(optimizer), max_norm, norm_type, process_group)
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("clip_grad_norm_")
+        self._check_scale_growth_tracker("clip_grad_norm_")
         record = self._record_of(optimizer)
         if record.state["stage"] is OptState.STEPPED:
             raise _too_late("clip_grad_norm_")
@@ -579,8 +576,7 @@ class GradScaler(torch.amp.GradScaler):
                 "expected gradients of a backward before it: call step(optimizer) without a closure, or use an "
                 "optimizer that needs closures (LBFGS, SAM) without a GradScaler"
             )
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("step")
+        self._check_scale_growth_tracker("step")
         record = self._record_of(optimizer)
         state = record.state
         if state["stage"] is OptState.STEPPED:
@@ -739,8 +735,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._scale is None or self._history is None:
-            self._check_scale_growth_tracker("update")
+        self._check_scale_growth_tracker("update")
         if new_scale is not None:
             self._set_scale(new_scale)
             self._begin_iteration()

@@ -38,7 +38,7 @@ def count_nonfinite(optimizer: torch.optim.Optimizer) -> list[Counted]:
     """Count inf and NaN in every gradient of the optimizer, finite ones included. Never synchronizes."""
     masters = masters_of(optimizer)  # the model has names for its own parameters, not for their masters
     of_model = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
-    described: list[tuple[Any, ...]] = []
+    described: list[tuple[Tensor, str | None, str, torch.dtype, int]] = []
     gradients: list[Tensor] = []
     for name, place, param in places(optimizer):
         for tensors in collect([param]).by_device.values():

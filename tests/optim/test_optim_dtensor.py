@@ -47,6 +47,7 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
         (AdamW, {}),
         (SGD, {}),
         (SGD, {"momentum": 0.9}),
+        (AdamW, {"max_grad_norm": 0.5}),
         (AdamW, BFLOAT16),
         (SGD, BFLOAT16),
     ],
@@ -132,6 +133,27 @@ def test_plain_parameters_beside_dtensors_of_two_meshes(
     # A kernel takes the rows whose strides agree, which those of a shard do, and torch's operations the others.
     torch.testing.assert_close(*found, rtol=1e-6 if impl == "triton" else 0, atol=1e-6 if impl == "triton" else 0)
     assert not torch.equal(found[0][1], values[1].to(dtype))
+
+
+def clipped_by_the_norm_of_all_shards(rank: int, world: int) -> None:
+    """In the step, without a scaler; a plain parameter counts once."""
+    mesh = init_device_mesh("cpu", (world,))
+    values, gradients = torch.ones(2, 3), torch.tensor([[3.0, 4.0, 0.0], [0.0, 12.0, 84.0]])
+    found = []
+    for is_sharded in (True, False):
+        weights = [values.clone(), values[0].clone()]
+        grads = [gradients.clone(), torch.zeros(3)]
+        if is_sharded:
+            weights[0], grads[0] = (distribute_tensor(each, mesh, [Shard(0)]) for each in (weights[0], grads[0]))
+        params = [torch.nn.Parameter(weight) for weight in weights]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer = SGD(params, lr=1.0, max_grad_norm=17.0)
+        optimizer.step()
+        assert float(optimizer.grad_norm) == 85.0
+        assert torch.equal(params[0].grad.full_tensor() if is_sharded else params[0].grad, gradients)
+        found.append(params[0].full_tensor() if is_sharded else params[0])
+    torch.testing.assert_close(*found)
 
 
 def fsdp_checkpoint(rank: int, world: int, full: bool) -> None:
@@ -224,6 +246,10 @@ def bits(tensor: Any) -> torch.Tensor:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 def test_caches_see_what_changes_between_steps() -> None:
     on_ranks(steps_by_caches)
+
+
+def test_a_step_clips_by_the_norm_of_all_shards() -> None:
+    on_ranks(clipped_by_the_norm_of_all_shards)
 
 
 def test_shards_round_apart_and_replicas_alike() -> None:
