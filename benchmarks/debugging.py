@@ -1,4 +1,4 @@
-"""The cost of debugging tools: a training step under `ampkit debug`'s checks and under tools of other libraries."""
+"""The cost of debugging tools: a training step under each tool of ampkit and of other libraries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit import autocast
-from ampkit.debugging.examine import Examination
-from benchmarks.case import Case, Side, WrongAnswerError
+from ampkit import autocast, debugging
+from ampkit.debugging.precision import PrecisionComparison
+from benchmarks.case import Aim, Case, Side, WrongAnswerError
 from benchmarks.workloads import DecoderBlock
 
-PLAIN, EXAMINATION = "nothing", "Examination"
+PLAIN = "nothing"
+DETECT, SHADOW, MONITOR = "detect_nonfinite", "compare_precision", "TensorMonitor, a sampled step"
 ANOMALY, DEBUG_MODE = "torch's detect_anomaly", "torch's DebugMode"
 TRANSFORMERS = "transformers' DebugUnderflowOverflow"
 HEADS, BLOCKS, LENGTH, BATCH = 8, 4, 64, 8
@@ -27,7 +28,7 @@ Around = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Watched(Case):
-    """A bfloat16 step of a four-block transformer with AdamW, under one tool at a time."""
+    """A bfloat16 step of a four-block transformer with AdamW, watched by one tool at a time."""
 
     width: int = 256
     family: str = "debugging"
@@ -37,7 +38,7 @@ class Watched(Case):
         return {name: _side(around, self.width, device) for name, around in _tools().items()}
 
     def check(self, sides: Mapping[str, Side]) -> None:
-        """Under every tool the step is bitwise identical."""
+        """Under every tool the step is the same to the bit."""
         expected = sides[self.base].result()
         for name, side in sides.items():
             if not all(torch.equal(a, b) for a, b in zip(side.result(), expected, strict=True)):
@@ -45,8 +46,13 @@ class Watched(Case):
 
 
 def _tools() -> dict[str, Around]:
-    tools: dict[str, Around] = {PLAIN: lambda model: contextlib.nullcontext(), EXAMINATION: Examination}
-    tools[ANOMALY] = _anomaly
+    tools: dict[str, Around] = {
+        PLAIN: lambda model: contextlib.nullcontext(),
+        DETECT: lambda model: debugging.detect_nonfinite(model),
+        SHADOW: PrecisionComparison,
+        MONITOR: lambda model: debugging.TensorMonitor(model, every=1),
+        ANOMALY: _anomaly,
+    }
     with contextlib.suppress(ImportError):
         from torch.utils._debug_mode import DebugMode
 
@@ -60,13 +66,13 @@ def _tools() -> dict[str, Around]:
 
 def _anomaly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is slow
+        warnings.simplefilter("ignore")  # it says that it is slow
         return torch.autograd.detect_anomaly()
 
 
 @contextlib.contextmanager
 def _transformers(detector: Callable[..., Any], model: nn.Module) -> Iterator[None]:
-    """Attach a detector, and remove its hooks afterwards, which it never does itself."""
+    """It never removes its hooks from a model, so they are removed here."""
     detector(model)
     yield
     for module in model.modules():
@@ -95,8 +101,9 @@ def _side(around: Around, width: int, device: torch.device) -> Side:
 
 
 def cases() -> list[Case]:
-    """Two widths."""
+    """The width that the aims are for, and a wider one."""
+    aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(SHADOW, 10.0, PLAIN), Aim(MONITOR, 2.0, PLAIN))
     return [
-        Watched(name=f"width {width}", width=width, seconds=seconds, everyday=False, devices=("cpu",))
+        Watched(name=f"width {width}", width=width, seconds=seconds, aims=aims, everyday=False, devices=("cpu",))
         for width, seconds in ((256, 20.0), (512, 40.0))
     ]
