@@ -1,4 +1,4 @@
-"""Weights are written in every way that docs/weight-cache.md lists, anywhere in random programs: no cast is stale.
+"""Weights are written in every way that docs/performance.md lists, anywhere in random programs: no cast is stale.
 
 The oracle is a new cast at each use. `UNSEEN` has the writes that a cache cannot see; programs call `clear()` after
 those, as the docstring of `WeightCache` says.
