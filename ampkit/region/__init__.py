@@ -18,7 +18,7 @@
   put calls of `enter_region` and `leave_region` into the graph, which push and leave the region as the graph runs.
 - Guards: `engine.policy_mark` makes Dynamo compile again under another policy, and traces backward without autocast.
 - Weights: their casts are part of the graph; `engine.weight_cache` returns and keeps none while tracing.
-- Export: `engine.registration` has pre-dispatch tracing record the casts (`_go_before_tracer`).
+- Export: `engine.registration` has pre-dispatch tracing record the casts (`_before_tracer`).
 
 **Other ways in.** `decorate` has functions, generators and coroutines; `forward_wrapper` (`wrap_forward`) the forward
 of a module; `custom_function` (`custom_fwd`, `custom_bwd`) autograd functions. A checkpoint's recompute enters by
