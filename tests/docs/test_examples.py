@@ -1,5 +1,5 @@
-"""The examples run and show what their docstrings say. tests/debugging and tests/integration run the ones for debugging,
-the demo and pretraining; tests/docs/test_docs.py runs the ones behind pictures."""
+"""The examples run and show what their docstrings say. tests/debugging and tests/integration have those for debugging,
+the demo and pretraining; tests/docs/test_docs.py has those behind pictures."""
 
 import json
 import re
