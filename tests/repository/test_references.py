@@ -35,8 +35,8 @@ TORCH_NAMESPACES = (
 )
 # Names of other libraries that no Python file here uses, and commands.
 ELSEWHERE = {
-    "Apex": "FusedAdagrad FusedLAMB FusedLayerNorm FusedNovoGrad SyncBatchNorm master_params_to_model_params "
-    "model_grads_to_master_grads multi_tensor_l2norm prep_param_lists",
+    "Apex": "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedLayerNorm FusedNovoGrad FusedSGD SyncBatchNorm "
+    "master_params_to_model_params model_grads_to_master_grads multi_tensor_l2norm network_to_half prep_param_lists",
     "transformers": "from_pretrained hyperparameter_search",
     "Lightning": "log_metrics",
     "torch, in modules that are not imported": "parallel_apply wrap_with_autocast",
