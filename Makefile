@@ -45,10 +45,11 @@ quick: lint ## before a commit: lint and the tests of the core, under a minute o
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" $(QUICK) $(ARGS)
 	@echo "left out (make check runs it): types, kernels, optimizers, FP8, compiled code, ranks, half_precision, amp, debugging, integrations, stress, docs"
 
-lint: $(STAMP) ## ruff: its rules and its format
+lint: $(STAMP) ## ruff: its rules and its format; the English of the pages
 	@echo "==> lint and format"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m tests.tools.prose
 
 format: $(STAMP) ## lay out every Python file with ruff's formatter
 	@$(BIN)/ruff format .

@@ -4,7 +4,7 @@
 torch and nothing else, and trains a step; without a file it builds one. Each version gets an environment of its own,
 kept for the next time; one whose torch is a CUDA build takes five gigabytes and needs no GPU. `make matrix
 ENVS=/folder` keeps them outside the checkout, `ARGS="-n 4"` goes to pytest. A run of the whole suite writes its row of
-docs/versions.md.
+docs/install.md.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Render a result file as Markdown, a table for each question: `python -m benchmarks.report RESULTS [--page PAGE]`.
 
-`--page` replaces the tables in a page of the documentation, between two comments with the folder's name.
+`--page` replaces the summary in a page of the documentation, between two comments with the folder's name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.case import AMPKIT, SAME_LIST, TORCH
 from benchmarks.results import Row
 
 # By family, in the order of the report.
@@ -35,6 +36,18 @@ QUESTIONS = {
     "tuning": "Launch parameters, the GPU's own time",
     "debugging": "A training step under debugging tools",
 }
+# Rows of the summary: the case as a reader calls it, its family, and its name in the results.
+SUMMARY = (
+    ("training step, transformer, width 32", "width", "d=32, 2 x 16 tokens"),
+    ("training step, transformer, width 256", "width", "d=256, 2 x 16 tokens"),
+    ("training step, transformer, width 512", "width", "d=512, 2 x 16 tokens"),
+    ("training step, MLP, width 32", "mlp", "d=32, 16 rows"),
+    ("inference, transformer, width 32", "inference", "transformer, d=32"),
+    ("inference, transformer, width 256", "inference", "transformer, d=256"),
+    ("eight micro-batches, width 256", "accumulation", "d=256, 2 blocks, 1 x 8 tokens, bf16 x8"),
+    ("clip and AdamW step, 8 x 4M weights", "scaler", "clip + AdamW, 8 x 4M"),
+)
+SUMMARY_SIDES = (AMPKIT, SAME_LIST, "fp32")
 MOST_SIDES = 8  # that a report shows of a case
 BEGIN, END = "<!-- figures: {}, written by python -m benchmarks.report -->\n", "<!-- end of figures -->"
 
@@ -137,7 +150,7 @@ def _machine(row: Row) -> str:
     return environment["instructions"] if environment["device_type"] == "cpu" else environment["device"]
 
 
-def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
+def tables(rows: Sequence[Row]) -> list[str]:
     """The environment and the counts, then a table of times for each question."""
     e = rows[0]["environment"]
     commit = f"{e['commit']}{' with uncommitted changes' if e['dirty'] else ''}"
@@ -149,13 +162,24 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
         f"effort {e['effort']:g}; ampkit at {commit}.",
         "The base has its times, processor time first, then wall time; every other side the same two over the base's: "
         "the median over rounds, with 20 % and 80 % quantiles of the first. On a GPU's own clock there is one.",
-        f"{level} Python calls of the code that runs in every step",
+        "## Python calls of the code that runs in every step",
         "Functions of ampkit and torch.amp, and all.",
         "\n".join(["| job | ampkit | torch |", "| --- | --- | --- |", *calls]),
     ]
     for family, members in groupby(shown(rows), key=lambda row: row["family"]):
-        parts += [f"{level} {QUESTIONS[family]}", table(list(members), _times)]
+        parts += [f"## {QUESTIONS[family]}", table(list(members), _times)]
     return parts
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the table of a few cases for users: torch.amp's processor time, and ratios of processor time to it."""
+    measured = {(row["family"], row["name"]): row["sides"] for row in results.measured(rows)}
+    lines = ['| case | torch.amp | ampkit | with `policy="torch"` | float32 |', "| --- | ---: | ---: | ---: | ---: |"]
+    for label, family, name in SUMMARY:
+        sides = measured[family, name]
+        ratios = [spread(sides[side]["cpu_ratio"]) if side in sides else "" for side in SUMMARY_SIDES]
+        lines.append(f"| {' | '.join([label, duration(sides[TORCH]['cpu']['median']), *ratios])} |")
+    return "\n".join(lines)
 
 
 def aims(rows: Sequence[Row]) -> str:
@@ -191,19 +215,19 @@ def write(path: Path) -> Path:
 
 
 def put_into(page: Path, rows: Sequence[Row], folder: str) -> None:
-    """Replace the tables of a folder's results in a page. Raises `ValueError` if it lacks one of the two comments."""
+    """Replace the summary of a folder's results in a page. Raises `ValueError` if it lacks one of the two comments."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN.format(folder))
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"{page} has no place for figures; expected {BEGIN.format(folder).strip()!r} and {END!r}")
-    page.write_text("\n".join([before + begin, "\n\n".join(tables(rows, "###")), "", end + after]), encoding="utf-8")
+    page.write_text(f"{before}{begin}\n{summary(rows)}\n\n{end}{after}", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report of a result file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path, help="a results.jsonl")
-    parser.add_argument("--page", type=Path, help="a page to put the tables into")
+    parser.add_argument("--page", type=Path, help="a page to put the summary into")
     options = parser.parse_args(argv)
     try:
         print(write(options.results))

@@ -1,9 +1,9 @@
 """Train the demo's GPT with bfloat16 weights alone, by each way in which `ampkit.optim.AdamW` can keep small updates.
 
-All runs start from the same weights, which bfloat16 holds exactly, and see the same batches. Activations are float32:
-weights, their gradients and the optimizer's state alone differ. Prints the mean training loss of every 50 steps and
-bits per character on held-out text, as in the table of docs/optim.md; `--plot losses.svg` draws the curves (it needs
-matplotlib). `python examples/optim_bfloat16.py --steps 300`
+All runs start from the same weights, which bfloat16 holds exactly, and train on the same batches. Activations are
+float32: only weights, their gradients and the optimizer's state differ. Prints the mean training loss of every 50 steps
+and bits per character on held-out text, as in benchmarks/results/2026-11-23-bfloat16-weights.md. `--plot losses.svg`
+draws the curves (it needs matplotlib). `python examples/optim_bfloat16.py --steps 300`
 """
 
 import argparse

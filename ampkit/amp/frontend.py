@@ -1,7 +1,7 @@
 """Apex amp's functions around a training loop: `initialize` once, `scale_loss` around each backward.
 
 Nothing in torch is patched: O1 runs forward in an autocast region, O2 and O3 convert the model, and the optimizers' own
-hooks intercept steps. `loss_scalers` is not in Apex. docs/levels.md compares the levels.
+hooks intercept steps. `loss_scalers` is not in Apex. docs/apex.md compares the levels.
 """
 
 from __future__ import annotations

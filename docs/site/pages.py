@@ -20,6 +20,7 @@ def repository_pages() -> dict[str, str]:
     """The site's page for each file outside `docs/` that is a page."""
     pages = {"README.md": "overview.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
     pages[".github/CONTRIBUTING.md"] = "contributing.md"
+    pages["tests/GUARANTEES.md"] = "guarantees.md"
     for path in sorted((ROOT / "examples").rglob("*.py")):
         source = path.relative_to(ROOT)
         pages[source.as_posix()] = source.with_suffix(".md").as_posix()

@@ -157,7 +157,7 @@ def test_o2_masters_stay_within_the_derived_bound_of_float32(dtype: torch.dtype)
 
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_memory_per_parameter(opt_level: str) -> None:
-    """Bytes held for each weight after backward and after step with AdamW, as docs/levels.md has them."""
+    """Bytes held for each weight after backward and after step with AdamW, as docs/apex.md has them."""
     model, optimizer = set_up(
         opt_level,
         nn.Linear(64, 64, bias=False),

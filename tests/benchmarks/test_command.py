@@ -138,15 +138,23 @@ def test_a_run_goes_on_where_the_process_ended(
     assert "out of time: 4 cases were not measured" in capsys.readouterr().out
 
 
-def test_the_page_shows_the_results_that_are_kept() -> None:
-    """Dated folders, from which `python -m benchmarks.report RESULTS --page docs/performance.md` writes the page."""
+def test_the_page_shows_the_results_that_are_kept(tmp_path: Path) -> None:
+    """Reports are made from the rows beside them; `--page` has written the page's summary, which links each report."""
+    page = (ROOT / "docs" / "performance.md").read_text()
     paths = sorted((ROOT / "benchmarks" / "results").glob("*/results.jsonl"))
     for path in paths:
         rows = results.load(path)
         assert (path.parent / "report.md").read_text() == report.markdown(rows)
-        assert "\n\n".join(report.tables(rows, "###")) in (ROOT / "docs" / "performance.md").read_text()
+        assert f"](../benchmarks/results/{path.parent.name}/report.md)" in page.replace("\n", "")
         assert {change.verdict for change in compare.compare(rows, rows)} == {"same"}
     assert paths
+    shown = re.findall(r"<!-- figures: (\S+), written by", page)
+    assert shown
+    for folder in shown:
+        copy = tmp_path / "performance.md"
+        copy.write_text(page)
+        report.put_into(copy, results.load(ROOT / "benchmarks" / "results" / folder / "results.jsonl"), folder)
+        assert copy.read_text() == page
 
 
 def test_a_comparison_finds_what_changed_beyond_its_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

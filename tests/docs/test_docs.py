@@ -28,7 +28,7 @@ DOCUMENTS = [
     *sorted((ROOT / "benchmarks" / "results").glob("*/report.md")),
 ]
 
-RUN_ELSEWHERE = (README, ROOT / "docs" / "index.md")  # in tests of their own, below
+RUN_ELSEWHERE = (README,)  # in a test of its own, below
 
 # What users come for, and where the front page's table sends them.
 TASKS = {
@@ -39,16 +39,16 @@ TASKS = {
     "FSDP2": "../examples/scaler_fsdp.py",
     "find a NaN": "debugging.md",
     "FP8": "float8.md",
-    "bfloat16 weights": "optim.md#weights-of-bfloat16",
-    "spikes": "scaler.md#steps-that-should-not-be-taken",
+    "bfloat16 weights": "optim.md#bfloat16-weights",
+    "spikes": "scaler.md#skip-outliers",
     "resume from torch.amp": "../examples/scaler_resume_from_torch.py",
-    "Apex O2": "levels.md",
+    "Apex O2": "apex.md",
     "log the scale": "scaler.md#log-the-scale",
     "custom operator": "custom-operators.md",
     "sizes not multiples of 8": "performance.md#shapes-that-matrix-units-like",
-    "half": "levels.md#inference-in-half",
+    "half": "half.md",
     "compile": "compile.md",
-    "cached inference": "weight-cache.md",
+    "cached inference": "performance.md#reuse-of-weight-casts",
     "DataParallel": "../examples/data_parallel.py",
 }
 
@@ -106,36 +106,40 @@ def test_the_readme_shows_what_an_example_prints(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_the_front_page_draws_its_pictures(tmp_path: Path) -> None:
-    """By its own code, which prints what stands below it and computes what its text says."""
+def test_pictures_are_drawn_from_examples_and_results(tmp_path: Path) -> None:
+    """Examples compute what the pages say of their pictures; each picture is on a page."""
     pytest.importorskip("matplotlib", reason="it is in ampkit[demo]")
     tool = runpy.run_path(str(ROOT / "docs" / "make_pictures.py"))
-    page = tool["PAGE"].read_text(encoding="utf-8")
-    found, again = tool["run"](page)
-    number = re.compile(r"\d+\.\d+(e[+-]\d+)?")
-    assert number.sub("#", again) == number.sub("#", page), "run: python docs/make_pictures.py"
-    assert found["ours"] == found["theirs"]
-    assert found["losses"][-1] < 0.5 * found["losses"][0]
-    (losses, scales), (kept_losses, kept_scales) = found["plain"], found["guarded"]
-    assert losses[:60] == kept_losses[:60]
+    found = tool["numbers"]()
+    theirs, ours = found["why_same"]
+    assert ours == theirs
+    assert ours[0][-1] < 0.5 * ours[0][0]
+    (losses, scales), (guarded_losses, guarded_scales) = found["why_skip"]
+    assert losses[:60] == guarded_losses[:60]
     assert math.isnan(losses[-1])
     assert scales[-1] == 2.0**-126
-    assert max(kept_losses[-20:]) < 1.0
-    assert min(kept_scales[60:]) >= 256.0
-    ends = {name: sum(curve[-20:]) / 20 for name, curve in found["learned"].items()}
+    assert max(guarded_losses[-20:]) < 1.0
+    assert min(guarded_scales[60:]) >= 256.0
+    ends = {name: sum(curve[-20:]) / 20 for name, curve in found["why_bfloat16"].items()}
     single = ends.pop("float32 weights")
     assert ends.pop("bfloat16, nearest") > single + 0.2
     assert [end for end in ends.values() if abs(end - single) > 0.02] == []
-    assert found["megabytes"]["FP8"] < 0.7 * found["megabytes"]["bfloat16"]
-    assert list(found["bytes_kept"].values()) == [12, 12, 8, 6]
+    megabytes, n_bytes = found["why_bytes"]
+    assert megabytes["FP8"] < 0.7 * megabytes["bfloat16"]
+    assert list(n_bytes.values()) == [12, 12, 8, 6]
+    assert {name: len(points) for name, points in found["cost_by_width"].items()} == {
+        "training step": 5,
+        "inference, no_grad": 2,
+    }
     tool["draw"](found, tmp_path)
-    shown = re.findall(r"\]\(assets/(why_\w+\.svg)\)", page)
-    assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
-    for name in shown:
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted(path.name for path in (ROOT / "docs" / "assets").glob("*.svg"))
+    for name in drawn:
         text = (tmp_path / name).read_text(encoding="utf-8")
+        assert f"assets/{name})" in pages
         assert "<text" in text, "as text, in the reader's font"
         assert "#000000" not in text, "legible on a dark page too"
-        assert (ROOT / "docs" / "assets" / name).exists()
 
 
 def test_the_front_page_leads_to_each_task() -> None:

@@ -1,5 +1,5 @@
 """The examples run and show what their docstrings say. tests/debugging and tests/integration have those for debugging,
-the demo and pretraining."""
+the demo and pretraining; tests/docs/test_docs.py has those behind pictures."""
 
 import json
 import re
@@ -24,12 +24,12 @@ def run(name: str, *arguments: Any, **options: Any) -> Any:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    """By its name in this file; the demo and the debugging tools' elsewhere."""
+    """By its name in this file; the demo, the debugging tools' and the pictures' elsewhere."""
     text = Path(__file__).read_text(encoding="utf-8")
     assert [
         path.stem
         for path in EXAMPLES.glob("*.py")
-        if not path.stem.startswith(("debug_", "demo")) and path.stem not in text
+        if not path.stem.startswith(("debug_", "demo", "why_")) and path.stem not in text
     ] == []
 
 

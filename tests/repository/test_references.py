@@ -1,10 +1,15 @@
 """What prose mentions exists: the modules, files and tests that pages, docstrings and comments name."""
 
+import builtins
 import functools
+import keyword
 import pkgutil
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from tests.helpers.paths import ROOT
 
@@ -17,6 +22,27 @@ DOTTED = re.compile(r"\b(?:ampkit|ampkit_kernels)(?:\.[A-Za-z]\w*)+")
 TEST = re.compile(r"(?:[\w*/]+/)?test_\w[\w*]*(?:\.py)?(?:::\w+)*")
 WRITTEN = re.compile(r'"""[\s\S]*?"""|#.*')
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+# A name in backquotes, as a word or a call.
+BARE = re.compile(r"(?<!`)`([A-Za-z_]\w*)(?:\([^`]*\))?`(?!`)")
+TORCH_NAMESPACES = (
+    torch,
+    torch.Tensor,
+    torch.nn,
+    torch.nn.functional,
+    torch.library,
+    torch.ops.aten,
+    torch.profiler.profile,
+)
+# Names of other libraries that no Python file here uses, and commands.
+ELSEWHERE = {
+    "Apex": "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedLayerNorm FusedNovoGrad FusedSGD SyncBatchNorm "
+    "master_params_to_model_params model_grads_to_master_grads multi_tensor_l2norm network_to_half prep_param_lists",
+    "transformers": "from_pretrained hyperparameter_search",
+    "Lightning": "log_metrics",
+    "torch, in modules that are not imported": "parallel_apply wrap_with_autocast",
+    "torchtitan": "set_force_sum_reduction_for_comms set_pg_timeouts",
+    "Python and coreutils": "cached_property sha256sum",
+}
 # The kind of a report in its JSON, which is a name and no module.
 REPORT_KINDS = {"ampkit.debugging.examination", "ampkit.debugging.run"}
 TESTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py"))}
@@ -68,15 +94,43 @@ def defines(name: str, *texts: str) -> bool:
     return any(re.search(rf"^(?: *(?:class|def) {name}\b|{name} = )", text, re.MULTILINE) for text in texts)
 
 
+@functools.cache
+def names_in_code() -> frozenset[str]:
+    """Return the names in the code and in the strings of every Python file, without docstrings and comments."""
+    names = {*keyword.kwlist, *dir(builtins)}
+    for path in {path for top in TOP for path in (ROOT / top).rglob("*.py")} - {Path(__file__).resolve()}:
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.NAME:
+                    names.add(token.string)
+                elif tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE") and '"""' not in token.string[:5]:
+                    names.update(re.findall(r"[A-Za-z_]\w*", token.string))
+    return frozenset(names)
+
+
+@functools.cache
+def is_bare_name(name: str) -> bool:
+    """Return whether a name without a path exists: in the code here, in torch, elsewhere."""
+    if name in names_in_code() or name in " ".join(ELSEWHERE.values()).split() or is_test(name):
+        return True
+    return any(hasattr(namespace, name) for namespace in TORCH_NAMESPACES)
+
+
 def test_what_prose_mentions_exists() -> None:
-    """Modules and files by their paths, names of ampkit by their dotted paths, tests by file and name."""
+    """Modules and files by their paths, names of ampkit by their dotted paths, other names, tests by file and name."""
     stale = []
     for file, text in prose():
         missing = [found for found in PATH.findall(text) if not is_file(found)]
         missing += [found for found in DOTTED.findall(text) if not is_name(found)]
         missing += [found for found in TEST.findall(text) if not is_test(found)]
+        missing += [found for found in BARE.findall(text) if not is_bare_name(found)]
         stale += [f"{file.relative_to(ROOT)}: {found}" for found in missing]
     assert not stale, "\n" + "\n".join(sorted(set(stale)))
+
+
+def test_no_name_is_listed_as_elsewhere_without_need() -> None:
+    listed = " ".join(ELSEWHERE.values()).split()
+    assert [name for name in listed if name in names_in_code()] == []
 
 
 def test_each_guarantee_names_its_tests() -> None:

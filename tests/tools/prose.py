@@ -1,0 +1,161 @@
+"""Check the plain English of the pages: `python -m tests.tools.prose [PAGE ...]`, which `make lint` runs.
+
+Each pattern below is a way of writing that a reader of torch's documentation stumbles over. Code blocks, code in
+backquotes, links' targets and comments are not read. An allowed hit is written down in `ALLOWED`, with its reason.
+`NOT_YET_REWRITTEN` lists the pages that are not checked; a page in it that has no hit any more is an error too.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 40  # words of a sentence outside tables
+
+# Why a hit is hard to read, and the words that make it.
+PATTERNS = {
+    "name the thing instead of a clause with 'what'": [r"[Ww]hat (?!to\b|if\b)\w+(?=[^.?!]*(?:[.!]|$))"],
+    "name the noun: 'that of', 'those that'": ["[Tt]hat of", "[Tt]hose (?:of|that|which|by|in|with|from|whose)"],
+    "'is not a' instead of 'is no'": ["(?:is|are|was|be) no\\b(?! longer)"],
+    "objects do not ask, know, tell, want or judge": [
+        "asks?|asked|knows?|known|tells?|told|wants|wanted|meets?|met|says?|said|sees|saw|heeds?|judges?|judged|answers"
+    ],
+    "'if' or 'when' for a condition": [
+        r"(?:^|(?<=[.;:] ))Where\b(?![^.!]*\?)",
+        "where (?:there (?:is|are)|no|none|it is|they are)",
+    ],
+    "a word of this house": [
+        "beside|[Dd]ear|[Mm]end(?:s|ed|ing)?|kin|oracle|verdict|meanwhile|shall",
+        "[Ll]ooks? (?:at|for|like)",
+    ],
+    "a compound noun: '16-bit weights'": [
+        "(?:in|of) 16 bits",
+        "(?:weights|moments|models|masters|tensors|operators|casts|rules|gradients|norms) of b?float[0-9]+",
+    ],
+    "'also', 'too', 'alone', 'at once' in this place": [
+        r"too(?=[,.;:])",
+        "also (?:where|in|if|under|by|as|with|when|from|for|to|those|at|of)",
+        "alone|at once",
+    ],
+    "a number with its unit": [
+        "[Ss]o (?:many|much)",
+        "some (?:minutes|seconds|microseconds|times|thirty|[0-9]+)",
+        "takes? (?:about )?[0-9.]+ of",
+        "of (?:its|torch.amp.s) time",
+    ],
+    "a verb of state, not of motion": [
+        "stays?|goes (?:to|on)|go on|going on|comes? (?:in|up|back|from)|came in|ends? at",
+        "(?:is|are) left|(?:is|are) gone|puts? back|put back",
+    ],
+    "'see X' or 'X lists': pages do not have, say or give": [
+        r"[^\[\]\s]*\]\([^)]*\) (?:has|have|says?|goes|gives|is about|follows|tells)"
+    ],
+    "a connective of everyday English": ["in place of|but for|apart|in the terms of", "(?<=[,;] )else"],
+    "14%, without a space": ["[0-9]+ %"],
+    "PyTorch, or this PyTorch version": [r"(?:a|this|another|newer|every|any) torch\b(?!\.)"],
+    "American spelling": [
+        r"\w*(?:initial|normal|synchron|quant|serial|optim|organ|special)is(?:e[ds]?|ing|ation)",
+        "behaviour|colour",
+    ],
+}
+PATTERNS = {
+    why: re.compile("|".join(rf"(?<![\w`])(?:{words})(?![\w`])" for words in patterns), re.MULTILINE)
+    for why, patterns in PATTERNS.items()
+}
+PATTERNS["one fact for each sentence: two semicolons"] = re.compile(r";[^;.|\n]*;")
+
+# (page, hit in its words) -> why it is right there.
+ALLOWED: dict[tuple[str, str], str] = {}
+
+# Pages written before these rules. Take a page from the list when it is rewritten; add none.
+NOT_YET_REWRITTEN = (
+    "docs/architecture.md",
+    "docs/debugging.md",
+    "docs/reference/debugging.md",
+    "tests/GUARANTEES.md",
+)
+
+IGNORED = re.compile(r"^```.*?^```$|<!--.*?-->|`[^`\n]*`|(?<=\]\()[^)\s]*(?=\))", re.MULTILINE | re.DOTALL)
+
+
+class Hit(NamedTuple):
+    """A place in a page that a pattern matches."""
+
+    line: int
+    words: str
+    why: str
+
+
+def pages() -> list[Path]:
+    """Return the pages of the repository."""
+    top = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")]
+    folders = (ROOT / ".github", ROOT / "docs", ROOT / "tests")
+    return [*top, *(page for folder in folders for page in sorted(folder.rglob("*.md")))]
+
+
+def prose_of(page: str) -> str:
+    """Return a page's text with the same lines, with `x` for code in backquotes and nothing for other ignored parts."""
+
+    def blank(found: re.Match[str]) -> str:
+        lines = "\n" * found[0].count("\n")
+        return "x" if found[0].startswith("`") and not found[0].startswith("```") else lines
+
+    return IGNORED.sub(blank, page)
+
+
+def sentences(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the sentences outside tables and headings, each with the number of the line on which it begins."""
+    for found in re.finditer(r"(?:^(?!\s*$|[|#:]|    ).*\n?)+", text, re.MULTILINE):
+        start = found.start()
+        for item in re.split(r"(?<=[.?!:])\s+|\n(?=\s*(?:[-*]|\d+\.) )", found[0]):
+            place = text.index(item, start) if item else start
+            yield text.count("\n", 0, place) + 1, item
+            start = place + len(item)
+
+
+def hits(name: str, page: str) -> list[Hit]:
+    """Return what a reader would stumble over in a page, in the order of lines."""
+    text = prose_of(page)
+    joined = re.sub(r"(?<=\S)\n(?=[^\s|#>*0-9-])", " ", text)  # a sentence may be broken between two lines
+    found = []
+    for why, pattern in PATTERNS.items():
+        for hit in pattern.finditer(joined):
+            words = hit[0].strip()
+            if (name, words) not in ALLOWED:
+                found.append(Hit(_line_of(text, joined, hit.start()), words, why))
+    for line, sentence in sentences(text):
+        if len(sentence.split()) > LONGEST:
+            words = " ".join(sentence.split()[:6])
+            found.append(Hit(line, f"{words} ...", f"a sentence of {len(sentence.split())} words; at most {LONGEST}"))
+    return sorted(found)
+
+
+def _line_of(text: str, joined: str, position: int) -> int:
+    """Return the line of a position in the text whose lines were joined; both have the same length."""
+    assert len(text) == len(joined)
+    return text.count("\n", 0, position) + 1
+
+
+def main(names: list[str]) -> int:
+    """Print the hits of the named pages, or of all that are rewritten; return 1 if there are any."""
+    chosen = [Path(name).resolve() for name in names] or pages()
+    n_hits, clean = 0, []
+    for path in chosen:
+        name = path.relative_to(ROOT).as_posix()
+        found = hits(name, path.read_text(encoding="utf-8"))
+        if name in NOT_YET_REWRITTEN and not names:
+            clean += [] if found else [name]
+            continue
+        n_hits += len(found)
+        for hit in found:
+            print(f"{name}:{hit.line}: {hit.words!r}: {hit.why}")
+    gone = [name for name in NOT_YET_REWRITTEN if not (ROOT / name).exists()]
+    for name in [*clean, *gone]:
+        print(f"{name}: take it from NOT_YET_REWRITTEN in tests/tools/prose.py")
+    return 1 if n_hits or clean or gone else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

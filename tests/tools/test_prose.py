@@ -1,0 +1,81 @@
+"""The check of the pages' English finds each pattern, with its line, and nothing in code."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools import prose
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "what the region does to a tensor.",
+        "the norm, that of all gradients",
+        "those which overflow",
+        "The function is no module.",
+        "The policy says it.",
+        "Where a device skips, it reads nothing.",
+        "an error where there is a cast",
+        "a float32 run beside it",
+        "a look at the weights, mended",
+        "tensors in 16 bits",
+        "weights of bfloat16",
+        "in compiled code too.",
+        "also in a region",
+        "All are read at once",
+        "It takes some minutes.",
+        "It takes 1.1 of its time",
+        "The scale stays",
+        "what was left is gone",
+        "[The page](page.md) has the figures",
+        "in place of a step",
+        "the median, else 0",
+        "20 % of the steps",
+        "a newer torch",
+        "uninitialised memory",
+        "one; two; three",
+    ],
+)
+def test_a_pattern_is_found(words: str) -> None:
+    found = prose.hits("page.md", f"A title\n\nSome text. {words}\n")
+    assert [hit.line for hit in found]
+    assert {hit.line for hit in found} == {3}
+
+
+def test_sentences_have_a_longest_length() -> None:
+    long = " ".join(["word"] * 41)
+    assert [hit.line for hit in prose.hits("page.md", f"One.\n\n{long[:100]}\n{long[101:]}.\n\n| {long} |\n")] == [3]
+
+
+def test_code_links_and_good_words_are_not_found() -> None:
+    page = """# What does it cost?
+
+`what the`, [a link](what-the-policy-says.md), what to do, what if, is no longer, see [policies](policy.md).
+<!-- what a comment says -->
+
+```python
+what = "it says, in 16 bits"
+```
+"""
+    assert prose.hits("page.md", page) == []
+
+
+def test_a_page_is_taken_from_the_list_when_it_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a page that is not in the list has no hit."""
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    pages = {"good.md": "All is well.", "old.md": "It says so.", "new.md": "It tells you."}
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(prose, "pages", lambda: [tmp_path / name for name in pages])
+    monkeypatch.setattr(prose, "NOT_YET_REWRITTEN", ("old.md",))
+    assert prose.main([]) == 1
+    assert capsys.readouterr().out == "new.md:1: 'tells': objects do not ask, know, tell, want or judge\n"
+    (tmp_path / "new.md").write_text("It lists them.")
+    assert prose.main([]) == 0
+    (tmp_path / "old.md").write_text("All is well.")
+    monkeypatch.setattr(prose, "NOT_YET_REWRITTEN", ("old.md", "gone.md"))
+    assert prose.main([]) == 1
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["old.md", "gone.md"]
