@@ -18,7 +18,7 @@ from benchmarks.case import Aim, Case, Side, WrongAnswerError
 from benchmarks.workloads import DecoderBlock
 
 PLAIN = "nothing"
-DETECT, SHADOW, MONITOR = "detect_nonfinite", "compare_precision", "TensorMonitor, a sampled step"
+DETECT, SHADOW = "detect_nonfinite", "compare_precision"
 ANOMALY, DEBUG_MODE = "torch's detect_anomaly", "torch's DebugMode"
 TRANSFORMERS = "transformers' DebugUnderflowOverflow"
 HEADS, BLOCKS, LENGTH, BATCH = 8, 4, 64, 8
@@ -50,7 +50,6 @@ def _tools() -> dict[str, Around]:
         PLAIN: lambda model: contextlib.nullcontext(),
         DETECT: lambda model: debugging.detect_nonfinite(model),
         SHADOW: PrecisionComparison,
-        MONITOR: lambda model: debugging.TensorMonitor(model, every=1),
         ANOMALY: _anomaly,
     }
     with contextlib.suppress(ImportError):
@@ -102,7 +101,7 @@ def _side(around: Around, width: int, device: torch.device) -> Side:
 
 def cases() -> list[Case]:
     """The width that the aims are for, and a wider one."""
-    aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(SHADOW, 10.0, PLAIN), Aim(MONITOR, 2.0, PLAIN))
+    aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(SHADOW, 10.0, PLAIN))
     return [
         Watched(name=f"width {width}", width=width, seconds=seconds, aims=aims, everyday=False, devices=("cpu",))
         for width, seconds in ((256, 20.0), (512, 40.0))

@@ -8,8 +8,6 @@
 | are scaler, gradients and optimizer called in the right order? | `check_loop` | `loop` |
 | which operators lose precision against float32? | `compare_precision` | `precision` |
 | is low precision to blame, and what should be kept out of it? | `rehearse` | `rehearsal` |
-| how near is a long run to overflow and underflow? | `TensorMonitor` | `monitor` |
-| where do two runs of one script begin to differ? | `record_run`, `compare_runs` | `run_record`, `compare` |
 | the same for a script that stays as it is | `ampkit debug` | `cli` |
 
 `operator_calls` observes the operators for `detect` and `precision`, with the callers from `call_sites` and the
@@ -22,26 +20,20 @@ expected to change of the loss. `snapshot` restores a step's state, `regions` gi
 results of all tools.
 """
 
-from ampkit.debugging.compare import compare_runs
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.examine import examine
 from ampkit.debugging.find import find_nonfinite
 from ampkit.debugging.loop import check_loop
-from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import compare_precision
 from ampkit.debugging.rehearsal import rehearse
 from ampkit.debugging.report import NonFiniteError
-from ampkit.debugging.run_record import record_run
 
 __all__ = [
     "NonFiniteError",
-    "TensorMonitor",
     "check_loop",
     "compare_precision",
-    "compare_runs",
     "detect_nonfinite",
     "examine",
     "find_nonfinite",
-    "record_run",
     "rehearse",
 ]

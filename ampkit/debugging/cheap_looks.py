@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ampkit.debugging.call_sites import Caller, find_caller
 from ampkit.debugging.causes import largest_finite, run_in_float64
-from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, Ran
 from ampkit.debugging.operator_facts import converted_arguments, item_of, tensors_in
 from ampkit.debugging.report import Operation, Problem, Suggestion
@@ -29,6 +28,7 @@ _MAX_SHADOW = 4096  # the most elements of a sum that are followed in float64
 _MAX_FLOAT32 = 16  # of a sum in float32, which rounds only counters and totals away
 _MIN_CALLS = 8  # so many additions before a sum is judged
 _LOST_SHARE = 0.1  # so much of what was added must be missing
+_MAX_ELEMENTS = 1 << 16  # the most elements of a parameter that are checked
 _MIN_STEPS = 3  # so many steps before a gradient or an update is judged
 
 
@@ -615,3 +615,25 @@ class Gradients:
                 )
             )
         return problems
+
+
+@torch.no_grad()
+def before_update(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Parameters with a gradient of an optimizer that is about to step, a sample of each, and what should change."""
+    return [
+        (p, _sample(p).clone(), _sample(p.grad) != 0)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None and p.grad.layout is torch.strided and p.numel()
+    ]
+
+
+@torch.no_grad()
+def lost_share(parameter: Tensor, before: Tensor, wanted: Tensor) -> Tensor:
+    """The share of the elements that an update should change and did not."""
+    return (wanted & (_sample(parameter) == before)).sum() / wanted.sum().clamp_min(1)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Evenly spaced elements of a tensor that is not empty."""
+    return tensor.detach().flatten()[:: math.ceil(tensor.numel() / _MAX_ELEMENTS)]

@@ -18,16 +18,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ampkit.debugging.compare import compare_runs
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.examine import Examination
 from ampkit.debugging.loop import check_loop
-from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.rehearsal import judge
 from ampkit.debugging.rehearse_script import AGAINST, run_task, script_trainings
 from ampkit.debugging.report import NonFiniteError, Report
-from ampkit.debugging.run_record import record_run
 from ampkit.debugging.verify import applied, verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -61,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
 def _parser(tool: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"ampkit debug {tool}".rstrip(), description=_TOOLS[tool][1])
     add = parser.add_argument
-    replaced = "; an existing file is replaced"
     if tool == "":
         names = ", ".join(filter(None, _TOOLS))
         parser.epilog = f"Tools, by name in front of the script: {names}. A script with such a name is written ./loop."
@@ -75,26 +71,14 @@ def _parser(tool: str) -> argparse.ArgumentParser:
         add("--keep-going", action="store_true", help="do not stop at the first finding")
     elif tool == "precision":
         add("--at-step", type=_count, default=0, metavar="N", help="compare the step after N optimizer steps")
-    elif tool == "monitor":
-        add("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
-        samples = "file for the samples, a line of JSON each" + replaced
-        add("--out", type=_absolute, default="ampkit-monitor.jsonl", metavar="F", help=samples)
-    elif tool == "record":
-        record = "file for the record; {rank} is the rank" + replaced
-        add("--out", type=_absolute, default="ampkit-run-{rank}.jsonl", metavar="F", help=record)
-    elif tool == "compare":
-        add("first", metavar="A", help="a file that `ampkit debug record` wrote")
-        add("second", metavar="B", help="the same script in another precision, torch, rank or machine")
-        add("--other-data", action="store_true", help="compare only parameters and updates, as of two ranks")
     elif tool == "rehearse":
         add("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
         add("--against", choices=AGAINST, help="judge this recipe; without it the precision as it is")
         add("--task", help=argparse.SUPPRESS)  # of one of the processes that the command starts
     add("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
-    if tool != "compare":
-        add("script")
-        # Else argparse calls arguments of the script missing where the script is.
-        add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
+    add("script")
+    # Else argparse calls arguments of the script missing where the script is.
+    add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
     return parser
 
 
@@ -164,14 +148,6 @@ def _loop(options: Any) -> tuple[Report, str]:
     return check.report, str(check.report)
 
 
-def _monitor(options: Any) -> tuple[Report, str]:
-    monitor = TensorMonitor(every=options.every, path=options.out.replace("{rank}", str(rank() or 0)))
-    with check_loop() as report:
-        why = _run(options, monitor)
-    report.incomplete = why or report.incomplete
-    return report, f"{report}\n{monitor}"
-
-
 def _rehearse(options: Any) -> tuple[Report, str]:
     if options.task:
         return run_task(options.task, lambda tool: _run(options, tool), _stop), ""
@@ -182,17 +158,6 @@ def _rehearse(options: Any) -> tuple[Report, str]:
     text = str(report)
     report.incomplete = _INTERRUPT if report.incomplete else ""
     return report, text
-
-
-def _record(options: Any) -> tuple[Report, str]:
-    record = record_run(options.out)
-    record.report.incomplete = _run(options, record)
-    return record.report, str(record.report)
-
-
-def _compare(options: Any) -> tuple[Report, str]:
-    comparison = compare_runs(options.first, options.second, other_data=options.other_data)
-    return comparison, str(comparison)
 
 
 def _too_early(step: int, *, checked: bool) -> str:
@@ -221,10 +186,9 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     Returns why it did not run to its end; "" if it did, or if the tool stopped it.
     """
     _check_script(options.script)
-    for name in ("json", "out"):
-        file = getattr(options, name, None)
-        if file and not Path(file).parent.is_dir():
-            raise FileNotFoundError(f"--{name} is {file}; expected a file in an existing folder")
+    file = getattr(options, "json", None)
+    if file and not Path(file).parent.is_dir():
+        raise FileNotFoundError(f"--json is {file}; expected a file in an existing folder")
     argv, path = sys.argv, list(sys.path)
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).resolve().parent))
@@ -268,8 +232,5 @@ _TOOLS: dict[str, tuple[Callable[[Any], tuple[Report, str]], str]] = {  # by nam
     "nonfinite": (_nonfinite, "Where inf and NaN come from in a training script."),
     "precision": (_precision, "What one step of a training script loses to low precision."),
     "loop": (_loop, "Whether scaler, gradients and optimizer are called in the right order."),
-    "monitor": (_monitor, "Headroom, underflow and lost updates, on every Nth step."),
-    "record": (_record, "Numbers of each operator of some steps, for `ampkit debug compare A B`."),
-    "compare": (_compare, "The first operator whose results differ between two recorded runs."),
     "rehearse": (_rehearse, "Whether low precision costs a training anything, and what to keep."),
 }

@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.causes import largest_finite
+from ampkit.debugging.cheap_looks import before_update, lost_share
 from ampkit.debugging.loss_changes import LossChanges
-from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, readable, tensors_in
 from ampkit.debugging.proposed_changes import Change, advice_on_precision, changes_for_precision, suggestion

@@ -11,7 +11,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 from ampkit import GradScaler
-from ampkit.debugging import TensorMonitor, check_loop, compare_precision, detect_nonfinite, find_nonfinite
+from ampkit.debugging import check_loop, compare_precision, detect_nonfinite, find_nonfinite
 from ampkit.debugging.storage_map import StorageMap
 
 
@@ -78,8 +78,6 @@ WRONG: Any = 3
             TypeError,
             r"model is int; expected a torch\.nn\.Module, or None",
         ),
-        (lambda: TensorMonitor(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module"),
-        (lambda: TensorMonitor(every=0), ValueError, "every is 0; expected a number of steps, 1 or more"),
         (lambda: detect_nonfinite(on_found=WRONG), ValueError, "on_found is 3; expected 'raise' or 'record'"),
         (
             lambda: compare_precision(lambda: None, None, torch.float16),

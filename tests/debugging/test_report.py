@@ -158,24 +158,7 @@ def test_a_script_that_ends_too_early_is_inconclusive(debug: Command) -> None:
     assert "ended before step 4, and nothing was checked. Steps that a scaler" in debug.out
 
 
-def test_debug_monitor(debug: Command) -> None:
-    """It runs on scripts that compile and refuse graph breaks too, and removes the samples of an earlier run."""
-    compiled = "torch.compile(model, backend='aot_eager', fullgraph=True)"
-    debug.write(SCRIPT.replace("for step", f"run = {compiled}\nfor step").replace("loss = model", "loss = run"))
-    assert debug("monitor", "--every", "2", "--out", "m.jsonl", "3", "9") == 0
-    assert "updates" in debug.out
-    debug.write(SCRIPT)
-    assert debug("monitor", "--every", "2", "--out", "m.jsonl", "5", "9") == 0
-    samples = [json.loads(line) for line in Path("m.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [0, 2, 4]
-    assert [sorted(sample["lost_updates"]) for sample in samples] == [["0.bias", "0.weight", "1.bias", "1.weight"]] * 3
-    assert [sorted(sample["gradients"]) for sample in samples] == [["0", "1", "Sequential"]] * 3
-    assert "step 4\n  outputs" in debug.out
-    assert debug("monitor", "--out", "m.jsonl", "0", "9") == 3
-    assert debug("monitor", "--every", "0", "5", "9") == 2
-
-
-@pytest.mark.parametrize("tool", [["loop"], ["nonfinite", "--keep-going"], ["monitor"], ["precision"]])
+@pytest.mark.parametrize("tool", [["loop"], ["nonfinite", "--keep-going"], ["precision"]])
 def test_every_tool_checks_the_loop(debug: Command, tool: list[str]) -> None:
     """Mistakes of the loop come first in the report."""
     scaled = "torch.amp.GradScaler('cpu').scale(loss).backward"
@@ -185,7 +168,7 @@ def test_every_tool_checks_the_loop(debug: Command, tool: list[str]) -> None:
     assert debug.out.startswith("the optimizer steps with scaled gradients")
 
 
-@pytest.mark.parametrize(("tool", "option"), [("nonfinite", "--json"), ("precision", "--json"), ("monitor", "--out")])
+@pytest.mark.parametrize(("tool", "option"), [("nonfinite", "--json"), ("precision", "--json")])
 def test_a_missing_folder_is_reported_before_the_script_runs(debug: Command, tool: str, option: str) -> None:
     file = str(debug.folder / "none" / "f")
     assert debug(tool, option, file, "4", "9") == 2
