@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.debugging.operator_calls import OperatorCall
-from ampkit.debugging.operator_facts import converted_arguments, tensors_in
-from ampkit.debugging.precision import why_not_again
-from ampkit.debugging.tape import Recorded, Tape, Values, View
+from ampkit.debugging.observe.observer import Call
+from ampkit.debugging.observe.operator_facts import converted_arguments, tensors_in
+from ampkit.debugging.observe.rerun import why_not_again
+from ampkit.debugging.observe.tape import Recorded, Tape, Values, View
 from ampkit.dtypes import dtype_name
 from ampkit.torch_internals.float8_matmul import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import without_dispatch
@@ -39,7 +39,7 @@ _MOVES = re.compile(
 class Maker(NamedTuple):
     """A call whose rounding makes a result inf or NaN."""
 
-    call: OperatorCall
+    call: Call
     dtype: torch.dtype
     share: float  # of the elements that are not finite: those that are finite if this call, or its set, is exact
     number: float | None = None  # a Python number among its arguments that the dtype rounds
@@ -56,6 +56,7 @@ class Explanation:
     makers: tuple[Maker, ...] = ()
     text: str = ""
     exact: bool = False
+    is_number: bool = False  # a number written in the code is rounded
 
 
 def explain(tape: Tape, index: int) -> Explanation:
@@ -74,7 +75,7 @@ def explain(tape: Tape, index: int) -> Explanation:
             return Explanation()
 
 
-def maker_of_zero(tape: Tape, index: int) -> OperatorCall | None:
+def maker_of_zero(tape: Tape, index: int) -> Call | None:
     """The call that computed a 0 among the operands of a call; operators that only move elements are walked through."""
     recorded = tape.get(index)
     for view in recorded.operands() if recorded is not None else ():
@@ -145,7 +146,8 @@ class _Search:
             exact = [index for index in exact if index not in found or index == target]
             left = _without(left, together)
         makers.sort(key=lambda maker: -maker.share)
-        return Explanation(tuple(makers), self._text(makers[0])), calls
+        text, is_number = self._text(makers[0])
+        return Explanation(tuple(makers), text, is_number=is_number), calls
 
     def _calls_of(self, carried: Iterable[Values]) -> list[int]:
         return [values.maker.call.index for values in carried if values.maker is not None]
@@ -242,12 +244,12 @@ class _Search:
         number = next((each for each in recorded.call.numbers if float(torch.tensor(each, dtype=dtype)) != each), None)
         return Maker(recorded.call, dtype, share, number)
 
-    def _text(self, maker: Maker) -> str:
-        """What an operand of the target is, and what it is in exact arithmetic."""
+    def _text(self, maker: Maker) -> tuple[str, bool]:
+        """Return an operand of the target and its exact value, in words, and whether it is a number of the code."""
         if maker.number is not None:
             rounded = float(torch.tensor(maker.number, dtype=maker.dtype))
             if rounded in (0.0, 1.0, -1.0) or not math.isfinite(rounded):
-                return f"{maker.number:.10g} is {rounded:g} in {dtype_name(maker.dtype)}"
+                return f"{maker.number:.10g} is {rounded:g} in {dtype_name(maker.dtype)}", True
         carried = self._run(index for index in self._calls if index != self._target.call.index)
         most, text = 0.0, "its operands are rounded"
         for view in self._target.operands():
@@ -263,7 +265,7 @@ class _Search:
                 text = f"{low:.4g} in {dtype_name(maker.dtype)}, and {high:.4g} if not rounded"
                 if low == 0 and abs(high) < torch.finfo(maker.dtype).smallest_normal:
                     text += ": it underflows"
-        return text
+        return text, False
 
     # --- running calls again
 

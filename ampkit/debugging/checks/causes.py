@@ -1,132 +1,29 @@
-"""Find why an operator's result is not finite, by running the operator again in float64 on the same inputs.
+"""Why the result of an operator is not finite: it runs again in float64 on the same inputs.
 
-The user's state does not change: inputs are copied and random number generators are restored. Operators that
-communicate with other processes, or that need memory in a private format, are not run again.
+Operators that communicate with other processes, or that need memory in a private format, are not run again. The second
+half of the file has the inputs for which operators are undefined, and recommendations for the user's code.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampkit.debugging.operator_facts import OperatorFacts, converted_arguments, tensors_in
+from ampkit.debugging.finding import Cause
+from ampkit.debugging.observe.operator_facts import OperatorFacts, tensors_in
+from ampkit.debugging.observe.rerun import run_in_float64
 from ampkit.dtypes import dtype_name
 from ampkit.torch_internals.operator_tracing import OpOverload
 
-_OUTLIER = 1e6  # times the median: values of data that are no matter of precision
-_BELOW_FLOAT64 = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a result is not finite.
-
-    `kind` is one of:
-
-    - "overflow": the exact result is finite; `value` is its largest magnitude, `limit` the largest number of the dtype;
-    - "intermediate": the exact result fits the dtype, but the operator overflowed inside;
-    - "undefined": NaN or inf for these inputs in any precision;
-    - "rounded": undefined for a 0 or inf that rounding made;
-    - "from inf": an input has inf, and the result NaN;
-    - "constant": the code asks for it;
-    - "arrived": it was in the tensor before the step;
-    - "received": it came from another rank;
-    - "uninitialized": memory of `torch.empty` was read;
-    - "unknown": the operator could not be run again;
-    - "passed on": an input was broken in the same way;
-    - "skipped": a scaler skipped a step because of it, and it is still in a gradient.
-    """
-
-    kind: str
-    text: str
-    value: float | None = None
-    limit: float | None = None
-    is_exact: bool = False  # all that led to it was computed in float64 too, and the result is no other
-
-    @property
-    def is_of_data(self) -> bool:
-        """Whether no precision would help, since the data is what overflows."""
-        return self.text.endswith(WITH_THE_DATA)
-
-
-CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
+CONSTANT = Cause("constant", "written explicitly in the code")
 RECEIVED = Cause("received", "received from another rank: this rank sent finite values")
 UNINITIALIZED = Cause("uninitialized", "memory was read before anything was written to it")
-WITH_THE_DATA = "it arrived with the data"  # the end of a text
-PASSED_ON = Cause("passed on", "its inputs are broken")
+PASSED_ON = Cause("passed on", "its inputs are not finite")
 SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipped")
-
-
-def described(tensor: Tensor, name: str) -> str:
-    """An input of an operator in words: name, dtype, shape, largest finite magnitude, and whether it has NaN or inf.
-
-    For integers, which may be labels or lengths, their range in place of the magnitude.
-    """
-    text = f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}".lstrip()
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        low, high = (int(bound) for bound in torch.aminmax(tensor.long()))  # uint16 has no aminmax
-        return f"{text} all {low}" if low == high else f"{text} from {low} to {high}"
-    broken = [name for name, found in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(found.any())]
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return f"{text} up to {largest_finite(values):.4g}" + (f" with {' and '.join(broken)}" if broken else "")
-
-
-def extremes(tensor: Tensor) -> tuple[float, float]:
-    """The smallest and the largest value, in one pass over the tensor; both NaN if the tensor contains NaN."""
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    return low.item(), high.item()
-
-
-def is_broken(tensor: Tensor) -> bool:
-    """Whether a tensor contains inf or NaN."""
-    return not math.isfinite(sum(extremes(tensor)))
-
-
-def broken_elements(tensor: Tensor) -> str:
-    """How many elements are inf or NaN, and in which rows and columns, if these are few."""
-    broken = ~torch.isfinite(tensor)
-    text = f"{int(broken.sum())} of {tensor.numel()} elements"
-    places = []
-    for name, mask in (
-        ("row", broken.reshape(broken.shape[0], -1).any(1) if broken.ndim else broken),
-        ("column", broken.reshape(-1, broken.shape[-1]).any(0) if broken.ndim > 1 else broken.new_zeros(0)),
-    ):
-        found = mask.nonzero().flatten().tolist()
-        if 0 < len(found) < min(4, mask.numel()):
-            places.append(f"{name}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {mask.numel()}")
-    return f"{text}, in {', '.join(places)}" if places else text
-
-
-def outlier(tensor: Tensor) -> str:
-    """The rows of an input that have values a million times larger than its median, in words; "" without any."""
-    values = tensor.detach().abs().double()
-    values = torch.where(torch.isfinite(values), values, 0.0)
-    some = values[values > 0]
-    if not some.numel():
-        return ""
-    median, largest = float(some.median()), float(some.max())
-    if largest < 1e4 or largest < _OUTLIER * median:
-        return ""
-    text = f"the input has {largest:.3g}, and {median:.3g} in the median"
-    if values.ndim > 1:
-        rows = (values.reshape(values.shape[0], -1).amax(1) > _OUTLIER * median).nonzero().flatten().tolist()
-        text += f", in row {', '.join(map(str, rows[:3]))} of {values.shape[0]}"
-    return text
-
-
-def largest_finite(values: Tensor) -> float:
-    """The largest magnitude among finite elements, 0.0 without any."""
-    low, high = extremes(values) if values.numel() else (0.0, 0.0)
-    if math.isfinite(high - low):
-        return max(abs(low), abs(high))
-    wide = values.double()
-    return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max())
 
 
 def find_cause(
@@ -138,7 +35,7 @@ def find_cause(
     *,
     from_inf: bool,
 ) -> Cause:
-    """The cause of the non-finite values in `outputs`, given the arguments as they were before the call.
+    """Return the cause of the non-finite values in `outputs`, given the arguments as they were before the call.
 
     `from_inf`: the arguments contain inf, and no NaN.
     """
@@ -147,9 +44,10 @@ def find_cause(
         return Cause("undefined", "undefined in any precision: the inputs have no elements")
     if from_inf:
         rows = _rows_of_minus_inf(facts, args)
-        inf = "inf" if any(bool((tensor == math.inf).any()) for tensor in floats) else "-inf"
+        is_minus_inf = not any(bool((tensor == math.inf).any()) for tensor in floats)
+        inf = "-inf" if is_minus_inf else "inf"
         text = f"an input has {inf}: inf - inf, 0 * inf and inf / inf are NaN in any precision"
-        return Cause("from inf", rows or text)
+        return Cause("from inf", rows or text, is_minus_inf=is_minus_inf and not rows)
     if facts.communicates or facts.opaque_state:
         return Cause("unknown", f"{facts.name} cannot be run again to compare with float64")
     try:
@@ -157,26 +55,6 @@ def find_cause(
     except Exception as error:  # operators without float64 raise many kinds of errors
         return Cause("unknown", f"{facts.name} does not run in float64: {str(error).splitlines()[0][:100]}")
     return _compare(facts.name, args, outputs, exact)
-
-
-def run_in_float64(
-    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
-    """The results of an operator on float64 copies of its inputs."""
-
-    def widened(value: Tensor) -> Tensor:
-        if value.dtype not in _BELOW_FLOAT64 and not value.is_floating_point():
-            return value.clone()
-        return value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-
-    wide_args, wide_kwargs = converted_arguments(
-        func, args, kwargs, widened, lambda dtype: torch.float64 if dtype in _BELOW_FLOAT64 else dtype
-    )
-    devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
-        result = func(*wide_args, **wide_kwargs)
-    outputs = [*facts.outputs(result, wide_args, wide_kwargs), *facts.buffers(wide_args, wide_kwargs)]
-    return [output for output in outputs if output.is_floating_point() or output.is_complex()]
 
 
 def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> Cause:
@@ -195,9 +73,9 @@ def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: S
         if bool(finite.any()):
             value = float(values[finite].abs().max())
             if value > limit:
-                text = f"overflow: the result is {value:.4g}, and {name} ends at {limit:.4g}"
+                text = f"overflow: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
                 return Cause("overflow", text, value, limit)
-            text = f"overflow inside the operator: the result would be {value:.4g}, within {name}'s {limit:.4g}"
+            text = f"overflow inside the operator: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
             return Cause("intermediate", text, value, limit)
         result = "NaN" if bool(torch.isnan(values).any()) else "inf"
         return Cause("undefined", f"{why_undefined(op, args, result)}: in float64 the result is {result} too")
@@ -205,7 +83,7 @@ def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: S
 
 
 def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
-    """The rows of a softmax that are -inf throughout, or that have +inf, in words; "" for other operators."""
+    """Return the rows of a softmax that are -inf throughout, or that have +inf, in words; "" for other operators."""
     if facts.name not in ("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax") or args[0].ndim == 0:
         return ""
     rows = (args[0] == -math.inf).all(args[1])
@@ -215,12 +93,12 @@ def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
     return f"{int(rows.sum())} of {rows.numel()} rows are -inf throughout: the mask leaves no element"
 
 
-def asks_for_nonfinite(value: Any) -> bool:
-    """Whether the arguments contain a Python number that is inf or NaN."""
+def writes_nonfinite(value: Any) -> bool:
+    """Return whether the arguments contain a Python number that is inf or NaN."""
     if isinstance(value, (list, tuple)):
-        return any(map(asks_for_nonfinite, value))
+        return any(map(writes_nonfinite, value))
     if isinstance(value, dict):
-        return asks_for_nonfinite(list(value.values()))
+        return writes_nonfinite(list(value.values()))
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -300,7 +178,7 @@ def _base(op: str) -> str:
 
 
 def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:
-    """Why an operator's result is `result`, "NaN" or "inf", for its inputs in any precision, in words."""
+    """Return why an operator's result is `result`, "NaN" or "inf", for its inputs in any precision, in words."""
     base = _base(op)
     if args and isinstance(args[0], Tensor):
         if base == "div" and not args[0].any():
@@ -318,7 +196,7 @@ def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:
 
 
 def advice_for(op: str, backward_of: str) -> tuple[str, str]:
-    """Why an operator is undefined, and what helps; in backward looked up by its forward operator."""
+    """Return why an operator is undefined, and what helps; in backward looked up by its forward operator."""
     general = (
         "",
         "exclude inputs for which it is undefined: clamp them, or torch.where on both its input and its result",

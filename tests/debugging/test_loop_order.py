@@ -1,4 +1,4 @@
-"""`check_loop` finds nothing in correct loops of ampkit, torch and libraries, and finds float16 that underflows."""
+"""The order of the loop: nothing is found in correct loops; float16 that underflows is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampkit import GradScaler, autocast
-from ampkit.debugging import check_loop
-from ampkit.debugging.report import LoopReport
+from ampkit.debugging import Examination
+from ampkit.debugging.checks import LoopOrder
+from ampkit.debugging.finding import Report
 from tests.debugging.models import mlp
 from tests.debugging.planted import loss_of
 from tests.helpers.paths import EXAMPLES
@@ -134,19 +135,20 @@ LOOPS: list[Callable[[], None]] = [
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_correct_loop(loop: Callable[[], None]) -> None:
-    with check_loop() as report:
+    with Examination(checks=[LoopOrder]) as report:
         loop()
     assert report.status == "clean", str(report)
-    assert str(report).startswith("nothing found in ")
+    assert "no problems found" in str(report)
+    assert report.findings == []
 
 
 def train_without_scaler(
     model: nn.Module, factor: float = 1, dtype: torch.dtype = torch.float16, region: Any = autocast, shift: float = 0
-) -> LoopReport:
+) -> Report:
     """Four steps in a region without a scaler."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     x = torch.randn(16, 8)
-    with check_loop() as report:
+    with Examination(checks=[LoopOrder]) as report:
         for _ in range(4):
             optimizer.zero_grad()
             with region("cpu", dtype):
@@ -181,11 +183,13 @@ def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     report = train_without_scaler(model, factor, region=region, shift=1.0)
-    assert [finding.what for finding in report.loop] == ["gradients underflow in float16, and the loss is not scaled"]
-    (finding,) = report.loop
-    assert (finding.first, finding.last) == (1, 3)  # of 0 to 3: the first shows that a gradient is 0, not why
-    assert "loss.backward()" in linecache.getline(finding.file, finding.line)
-    assert finding.change.startswith("scaler = GradScaler(); scaler.scale(loss).backward()")
+    assert [finding.what for finding in report.findings] == [
+        "gradients underflow in float16, and the loss is not scaled"
+    ]
+    (finding,) = report.findings
+    assert (finding.step, finding.last) == (1, 3)  # of 0 to 3: the first shows that a gradient is 0, not why
+    assert "loss.backward()" in linecache.getline(*finding.place.site)
+    assert finding.fix.code.startswith("scaler = GradScaler(); scaler.scale(loss).backward()")
 
 
 class Normalized(nn.Linear):
@@ -221,7 +225,7 @@ def test_float16_beside_training_in_float32() -> None:
     torch.manual_seed(0)
     teacher, student = mlp(8, 8, 1), dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
     optimizer = torch.optim.SGD(student.parameters(), lr=1e-3)
-    with check_loop() as report:
+    with Examination(checks=[LoopOrder]) as report:
         for _ in range(3):
             optimizer.zero_grad()
             x = torch.randn(4, 8)
@@ -234,7 +238,7 @@ def test_float16_beside_training_in_float32() -> None:
 
 def test_each_optimizer_and_scaler_counts_for_itself() -> None:
     (first, first_optimizer, first_scaler), (second, second_optimizer, second_scaler) = parts(), parts()
-    with check_loop() as report, contextlib.suppress(RuntimeError):
+    with Examination(checks=[LoopOrder]) as report, contextlib.suppress(RuntimeError):
         for _ in range(2):
             first_optimizer.zero_grad()
             second_optimizer.zero_grad()
@@ -244,9 +248,9 @@ def test_each_optimizer_and_scaler_counts_for_itself() -> None:
             nn.utils.clip_grad_norm_(second.parameters(), 1.0)
             second_scaler.step(second_optimizer)
             first_scaler.update()  # and not the second
-    assert ["clipped" in finding.what for finding in report.loop] == [True, False]
-    assert report.loop[1].what.startswith("update is not called after step")
-    assert report.iterations == 3
+    assert ["clipped" in finding.what for finding in report.findings] == [True, False]
+    assert report.findings[1].what.startswith("update is not called after step")
+    assert report.steps == 1
 
 
 @pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
@@ -254,8 +258,8 @@ def test_a_step_past_the_scaler(cls: Any) -> None:
     """After `unscale_`, `optimizer.step()` is right until a gradient overflows. A disabled scaler checks nothing."""
     model, optimizer, used = parts(cls=cls)
 
-    def step(factor: float, scaler: Any = used) -> LoopReport:
-        with check_loop() as report:
+    def step(factor: float, scaler: Any = used) -> Report:
+        with Examination(checks=[LoopOrder]) as report:
             optimizer.zero_grad()
             scaler.scale(loss_of(model, torch.randn(4, 8)) * factor).backward()
             scaler.unscale_(optimizer)
@@ -264,10 +268,10 @@ def test_a_step_past_the_scaler(cls: Any) -> None:
         return report
 
     assert step(1.0).status == "clean"
-    (finding,) = step(torch.inf).loop
+    (finding,) = step(torch.inf).findings
     assert finding.what.startswith("the optimizer steps although unscale_ found inf")
-    assert "optimizer.step()" in linecache.getline(finding.file, finding.line)
-    assert finding.change.startswith("scaler.step(optimizer)")
+    assert "optimizer.step()" in linecache.getline(*finding.place.site)
+    assert finding.fix.code.startswith("scaler.step(optimizer)")
     assert step(torch.inf, cls("cpu", enabled=False)).status == "clean"
 
 
@@ -296,6 +300,6 @@ def never_zeroed_after_an_overflow(model: nn.Module, optimizer: torch.optim.Opti
     ],
 )
 def test_gradients_are_checked_where_the_scaler_skips_the_step(loop: Callable[..., None], what: str) -> None:
-    with check_loop() as report, contextlib.suppress(AssertionError):
+    with Examination(checks=[LoopOrder]) as report, contextlib.suppress(AssertionError):
         loop(*parts(2.0**16))
-    assert [finding.what for finding in report.loop] == [what]
+    assert [finding.what for finding in report.findings] == [what]

@@ -9,14 +9,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks  # pyright: ignore[reportAttributeAccessIssue]
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ampkit import GradScaler
-from ampkit.debugging import check_loop, compare_precision, detect_nonfinite, find_nonfinite
-from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging import Examination, examine
+from ampkit.debugging.checks import LoopOrder
+from ampkit.debugging.observe.storage_map import StorageMap
+from ampkit.debugging.observe.training_loop import Iterations
 
 
 def test_printing_a_tensor_is_not_observed() -> None:
-    with detect_nonfinite() as report:
+    with Examination() as report:
         repr(torch.arange(3.0) / 3)
     assert report.operators == 2
 
@@ -26,7 +29,7 @@ def test_tensor_subclasses_take_themselves_apart() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     both = TwoTensor(torch.ones(2), torch.zeros(2))
-    with detect_nonfinite() as report:
+    with Examination() as report:
         out = both.exp()
     assert isinstance(out, TwoTensor)
     assert report.operators == 2
@@ -53,14 +56,14 @@ def state() -> list[Any]:
 def test_nothing_is_left_behind() -> None:
     """Also after an exception. A wrapped function keeps its name."""
     before = state()
-    with pytest.raises(KeyError), detect_nonfinite() as report:  # noqa: PT012  the context's own end is what is tested
+    with pytest.raises(KeyError), Examination() as report:  # noqa: PT012  the context's own end is what is tested
         unchanged = [i for i, (old, new) in enumerate(zip(before, state(), strict=True)) if old == new]
         assert unchanged == []
         assert torch.autograd.backward.__name__ == "backward"
         raise KeyError
     assert report.status == "inconclusive"
     assert before == state()
-    with pytest.raises(KeyError), check_loop() as report:
+    with pytest.raises(KeyError), Examination(checks=[LoopOrder]) as report:
         raise KeyError
     assert report.status == "inconclusive"
     assert before == state()
@@ -72,20 +75,10 @@ WRONG: Any = 3
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: detect_nonfinite(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
+        (lambda: Examination(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
+        (lambda: Examination(on_nonfinite=WRONG), ValueError, "on_nonfinite is 3; expected 'record' or 'raise'"),
         (
-            lambda: compare_precision(lambda: None, WRONG),
-            TypeError,
-            r"model is int; expected a torch\.nn\.Module, or None",
-        ),
-        (lambda: detect_nonfinite(on_found=WRONG), ValueError, "on_found is 3; expected 'raise' or 'record'"),
-        (
-            lambda: compare_precision(lambda: None, None, torch.float16),
-            ValueError,
-            r"reference is torch\.float16; expected torch\.float32 or torch\.float64",
-        ),
-        (
-            lambda: find_nonfinite(lambda: None, nn.Linear(1, 1), state=[WRONG]),
+            lambda: examine(lambda: None, nn.Linear(1, 1), state=[WRONG]),
             TypeError,
             "state holds int, which cannot be put back; expected state_dict and load",
         ),
@@ -107,3 +100,30 @@ def test_memory_that_is_gone_is_forgotten() -> None:
     gc.collect()
     values.set(torch.empty(1), 0)
     assert len(list(values.values())) <= 2048
+
+
+def test_the_loop_check_alone_enters_no_dispatch_mode() -> None:
+    """So it may stay on in real training: nothing is observed, and compiled functions stay compiled."""
+    compiled = torch.compile(nn.Linear(4, 1), backend="eager")
+    with Examination(checks=[LoopOrder]) as report:
+        assert _get_current_dispatch_mode_stack() == []
+        compiled(torch.ones(2, 4)).sum().backward()
+    assert (report.operators, report.compiled, report.status) == (0, False, "clean")
+
+
+def test_iterations_of_several_optimizers() -> None:
+    """Steps of two optimizers are one iteration; one that appears late, or anew in each epoch, changes nothing."""
+    iterations = Iterations()
+    keys = [type("Optimizer", (), {})() for _ in range(6)]
+    for _ in range(5):
+        iterations.step_ended(keys[0])
+    assert iterations.number == 5
+    for _ in range(10):
+        iterations.step_ended(keys[0])
+        iterations.step_ended(keys[1])
+    assert iterations.number == 15
+    one = Iterations()
+    for optimizer in keys:
+        for _ in range(10):
+            one.step_ended(optimizer)
+    assert 50 <= one.number <= 60

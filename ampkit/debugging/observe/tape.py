@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.debugging.operator_calls import OperatorCall
-from ampkit.debugging.operator_facts import item_of, tensors_in
+from ampkit.debugging.observe.observer import Call
+from ampkit.debugging.observe.operator_facts import item_of, tensors_in
 from ampkit.torch_internals.operator_tracing import (
     OpOverload,
     StorageWeakRef,
@@ -86,7 +86,7 @@ class Recorded:
 
     __slots__ = ("args", "call", "func", "kwargs", "results", "writes")
 
-    def __init__(self, call: OperatorCall, func: OpOverload, args: Any, kwargs: Any) -> None:
+    def __init__(self, call: Call, func: OpOverload, args: Any, kwargs: Any) -> None:
         self.call, self.func, self.args, self.kwargs = call, func, args, kwargs
         self.writes: list[tuple[View, View]] = []  # of each tensor that it writes: before and after
         self.results: list[View | None] = []  # None for an argument, or what cannot be read
@@ -141,16 +141,10 @@ class Tape:
         self._kept.clear()
         self._bytes = 0
 
-    def ran(
-        self,
-        call: OperatorCall,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        before: dict[int, Tensor],
-    ) -> None:
-        """Note a call that has run; `before` has copies of the tensors that it writes, by their `id`."""
+    def ran(self, call: Call) -> None:
+        """Note a call that has run."""
+        func, args, kwargs, result, before = call.func, call.args, call.kwargs, call.result, call.before
+        assert func is not None
         facts = call.facts
         recorded = Recorded(call, func, tuple([self._noted(value) for value in args]), kwargs)
         if kwargs:

@@ -61,7 +61,9 @@ class OperatorFacts:
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)
         self.communicates = self.name.partition("::")[0] in _COMMUNICATION
-        self.composite = is_composite(op) and not self.name.startswith("profiler::")
+        # An operator with a kernel of its own, such as `silu_backward`, gives other bits where it is decomposed.
+        has_kernel = any(op.has_kernel_for_dispatch_key(device) for device in ("CPU", "CUDA"))
+        self.composite = is_composite(op) and not has_kernel and not self.name.startswith("profiler::")
         # Only the operator's own kernels know the format of a reserve or workspace; they may crash on other values.
         self.opaque_state = any(part in a.name for a in schema.arguments for part in ("workspace", "reserve"))
         # Positions and names of the arguments that the operator writes.

@@ -12,21 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.torch_internals.operator_tracing import is_opaque
 
 _SPARE = 1 << 20  # after so many bytes of new copies, copies of freed storages are removed
 
 
 class Error(NamedTuple):
-    """The relative error of a tensor against its reference copy, and the indices of the calls that made it.
-
-    An index is -1 without such a call.
-    """
+    """The relative error of a tensor against its reference copy."""
 
     relative: float
-    maker: int  # the call that made most of the error
-    lost: int = -1  # the last call that made elements 0 that are not 0 in the reference copy
+    maker: int  # index of the call that made most of the error; -1 without one
 
 
 NONE = Error(0.0, -1)

@@ -7,10 +7,12 @@ of its exp, and `where` drops a NaN on purpose. So an origin is reported only if
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from ampkit.debugging.finding import Cause, Finding
+from ampkit.debugging.observe.tensor_values import nonfinite_kinds
 
 
 @dataclass(slots=True)
@@ -23,15 +25,14 @@ class Event:
     broken: frozenset[str] = frozenset()  # which of "nan", "inf" and "-inf" its result contains
     shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""  # which of these its result is
     scalar: bool = False
-    finding: Any = None  # the `report.Finding` of a broken result
-    rounded: Any = None  # the `causes.Cause` if its operands are what rounding made
+    finding: Finding | None = None  # of a broken result
+    rounded: Cause | None = None  # if its operands are what rounding made
     is_auxiliary: bool = False  # the operator's first result is finite, as the loss of a CTC beside its alignments
     is_mask: bool = False  # a number of the code overflowed, as of a mask: like a constant inf
 
     def note_range(self, low: float, high: float) -> None:
         """Note which non-finite values its result contains, given its smallest and its largest value."""
-        if not math.isfinite(high - low):  # the difference of float16 values is finite: these are Python floats
-            self.broken |= broken_kinds(low, high)
+        self.broken |= nonfinite_kinds(low, high)
 
     @property
     def kind(self) -> str:
@@ -45,19 +46,18 @@ class Event:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the code asks for its inf."""
+        """Whether its inf is written explicitly in the code."""
         return self.kind == "constant" or self.is_mask
+
+    @property
+    def nonfinite(self) -> tuple[str, ...]:
+        """The non-finite values of its result."""
+        return tuple(name for name in ("nan", "inf", "-inf") if name in self.broken)
 
     @property
     def values(self) -> str:
         """The non-finite values of its result, in words."""
-        return " and ".join(name for name in ("nan", "inf", "-inf") if name in self.broken)
-
-
-def broken_kinds(low: float, high: float) -> set[str]:
-    """Which of "nan", "inf" and "-inf" a tensor contains, given its smallest and its largest value."""
-    contains = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
-    return {name for name, present in contains.items() if present}
+        return " and ".join(self.nonfinite).replace("nan", "NaN")
 
 
 class Origin(NamedTuple):
@@ -71,7 +71,7 @@ class Origin(NamedTuple):
 
 
 def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[Origin]:
-    """The origins of non-finite values among the events of a step that lead to a symptom, constants last.
+    """Return the origins of non-finite values among the events of a step that lead to a symptom, constants last.
 
     If an exception ended the step (not `complete`), an inf that nothing has read yet is no symptom.
     """
@@ -114,8 +114,8 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
     return origins
 
 
-def absorbed(events: Mapping[int, Event], origins: list[Origin]) -> list[Event]:
-    """The events of forward where inf began that a later operator absorbs, in a step where nothing used is broken."""
+def masked(events: Mapping[int, Event], origins: list[Origin]) -> list[Event]:
+    """Return the events where inf began that a later operator masks, in a step where nothing used is broken."""
     if any(origin.is_used for origin in origins):
         return []
     kinds = ("overflow", "intermediate", "undefined")
@@ -126,14 +126,14 @@ def absorbed(events: Mapping[int, Event], origins: list[Origin]) -> list[Event]:
 
 
 def _is_unread_symptom(event: Event, read: set[int], inf_is_symptom: bool) -> bool:
-    """Whether a broken result that is no loss, gradient or parameter is a symptom because nothing reads it."""
+    """Return whether a broken result that is no loss, gradient or parameter is a symptom because nothing reads it."""
     if event.index in read or event.phase == "recompute":
         return False  # a recompute stops once backward has the tensors that it needs
     return inf_is_symptom or "nan" in event.broken or event.scalar or event.phase in ("backward", "scaler")
 
 
 def _reachable(event: Event, neighbors: Callable[[Event], Iterable[Event]]) -> list[Event]:
-    """An event, and all that can be reached from it through `neighbors`."""
+    """Return an event, and all that can be reached from it through `neighbors`."""
     reached = {event.index: event}
     pending = [event]
     while pending:
@@ -145,6 +145,6 @@ def _reachable(event: Event, neighbors: Callable[[Event], Iterable[Event]]) -> l
 
 
 def _is_constant(event: Event) -> bool:
-    """Whether an inf comes from a constant, was passed on, or is a mask that came with the data."""
+    """Return whether an inf comes from a constant, was passed on, or is a mask that came with the data."""
     is_mask = event.kind == "arrived" and event.broken == {"-inf"}
     return is_mask or event.is_constant or event.kind in ("passed on", "from inf")
