@@ -1,7 +1,7 @@
 """check_half: find by trial which modules to keep in float32 when a model is converted to half precision.
 
 Copies of the model, each with one more module kept, run on a sample, and the errors of their outputs are compared. For
-single operators of a converted model there are `debugging.find_nonfinite` and `compare_precision`.
+single operators of a converted model there are `debugging.examine`.
 """
 
 from __future__ import annotations

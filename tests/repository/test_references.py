@@ -18,7 +18,7 @@ TEST = re.compile(r"(?:[\w*/]+/)?test_\w[\w*]*(?:\.py)?(?:::\w+)*")
 WRITTEN = re.compile(r'"""[\s\S]*?"""|#.*')
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # The kind of a report in its JSON, which is a name and no module.
-REPORT_KINDS = {"ampkit.debugging.examination"}
+REPORT_KINDS = {"ampkit.debugging.report"}
 TESTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py"))}
 GUARANTEES = ROOT / "tests" / "GUARANTEES.md"
 
