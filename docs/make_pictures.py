@@ -71,7 +71,7 @@ def nonfinite(axes: Any, found: dict[str, Any]) -> None:
     axes.plot([], [], color=GREEN, linewidth=2, label="module 2 in float32")
     last = losses[broken - 1] / 1e3
     axes.plot([broken], [last], marker="x", markersize=10, markeredgewidth=2.5, color=ORANGE, linestyle="none")
-    place = f"{finding.symptom} in step {broken}\n{finding.origin.op}, module {finding.origin.module}"
+    place = f"{finding.what} in step {broken}\n{finding.place.op}, module {finding.place.module}"
     axes.annotate(place, (broken + 3, last), (broken + 10, last + 20), color=ORANGE)
     axes.set(xlabel="step", ylabel="mean error, thousand dollars", ylim=(0, None))
     axes.legend(loc="lower left")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from ampkit.debugging.changes import advice, recommendation
 from ampkit.debugging.checks import CHECKS
 from ampkit.debugging.checks.check import Check, overridden
 from ampkit.debugging.finding import Finding, Fix, NonFiniteError, Report
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.observe.tape import Tape
 from ampkit.debugging.snapshot import TrainingSnapshot
@@ -94,7 +95,7 @@ class Examination:
             self._end_step,
             self._step_counted,
         )
-        run.loop.listeners = [*self._checks, self]
+        run.loop.listeners, run.loop.backward_starts = list(self._checks), self._backward_starts
         with ExitStack() as stack:
             stack.enter_context(run)
             for check in self._checks:
@@ -119,13 +120,9 @@ class Examination:
         if not run.loop.optimizers and not report.steps > 1:
             report.not_checked.append("changes between steps: no optimizer stepped, so the run counts as one step")
 
-    def backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Report a backward that starts to the checks. Called by the training loop."""
-        roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else ()
-        roots = [root for root in roots if isinstance(root, Tensor)]
+    def _backward_starts(self, roots: list[Tensor], scaled: bool) -> None:
         for check in self._checks:
-            check.backward_starts(roots, self.run.loop.loss_is_scaled)
-        yield
+            check.backward_starts(roots, scaled)
 
     def _progress(self, call: Call) -> None:
         if call.index % 256 == 0:

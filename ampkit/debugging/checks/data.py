@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.finding import Cause
+from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.call_sites import find_caller
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import tensors_in
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.tensor_values import nonfinite_elements

@@ -6,7 +6,8 @@ import torch
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.tensor_values import largest_finite
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 

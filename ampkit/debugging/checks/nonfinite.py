@@ -20,7 +20,8 @@ from ampkit.debugging.checks.data import Data
 from ampkit.debugging.checks.origins import Event, Origin, find_origins, masked
 from ampkit.debugging.checks.replay import explain, maker_of_zero
 from ampkit.debugging.finding import Cause, Finding, Operand
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import item_of, readable, tensors_in
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.tensor_values import (

@@ -18,7 +18,8 @@ from torch import Tensor
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.checks.reference_copies import NONE, Error, ReferenceCopies
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import converted_arguments, tensors_in
 from ampkit.debugging.observe.rerun import why_not_again
 from ampkit.debugging.observe.tensor_values import largest_finite

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.debugging.observe.observer import Call
+from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.operator_facts import converted_arguments, tensors_in
 from ampkit.debugging.observe.rerun import why_not_again
 from ampkit.debugging.observe.tape import Recorded, Tape, Values, View

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.call_sites import Caller
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.torch_internals.operator_tracing import is_opaque

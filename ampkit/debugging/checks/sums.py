@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import converted_arguments, item_of, tensors_in
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT

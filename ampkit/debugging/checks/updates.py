@@ -11,7 +11,8 @@ from torch.nn import Parameter
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
-from ampkit.debugging.observe.observer import Call, Observer
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import item_of, tensors_in
 from ampkit.debugging.observe.rerun import exact_results, run_in_float64
 from ampkit.debugging.observe.storage_map import StorageMap

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampkit.containers import map_tensors
 from ampkit.debugging.finding import Place
-from ampkit.debugging.observe.call_sites import Caller, ModuleCall, ModuleCalls, find_caller
+from ampkit.debugging.observe.call import Call, Phase
+from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.observe.operator_facts import OperatorFacts, facts_of, readable, tensors_in
+from ampkit.debugging.observe.tape import Tape
 from ampkit.debugging.observe.tensor_values import extremes
 from ampkit.debugging.observe.training_loop import TrainingLoop
 from ampkit.dtypes import dtype_name
@@ -37,53 +37,6 @@ from ampkit.torch_internals.operator_tracing import (
     storage_key,
     without_dispatch,
 )
-
-if TYPE_CHECKING:
-    from ampkit.debugging.observe.tape import Tape
-
-Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of an operator. Its arguments and results are there while it runs and the checks look at it."""
-
-    index: int  # in the order of execution, over all steps
-    facts: OperatorFacts
-    phase: Phase
-    module: ModuleCall | None  # the innermost module that runs
-    caller: Caller
-    backward_number: int | None = None  # in backward: the node's sequence number, equal to its forward operator's
-    numbers: tuple[float, ...] = ()  # Python floats among its arguments
-    func: OpOverload | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    tensors: Sequence[Tensor] = ()  # among its arguments
-    before: dict[int, Tensor] = field(default_factory=dict)  # copies of the tensors that it writes, by identity
-    result: Any = None
-    outputs: list[Tensor] = field(default_factory=list)  # the results that can be read
-    ranges: Sequence[tuple[float, float]] = ()  # their smallest and largest values, unless these mean nothing yet
-
-    @property
-    def site(self) -> tuple[int, int]:
-        """The code object and the instruction that call it."""
-        return id(self.caller.code), self.caller.instruction
-
-    @property
-    def starts_backward(self) -> bool:
-        """Whether it makes the gradient of a loss, its argument, that backward starts with."""
-        return self.facts.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
-
-    def arguments(self) -> Any:
-        """Return its arguments as they were before it ran."""
-        if not self.before:
-            return self.args, self.kwargs
-        return map_tensors((self.args, self.kwargs), lambda each: self.before.get(id(each), each))
-
-    def release(self) -> None:
-        """Drop all tensors."""
-        self.func, self.args, self.kwargs, self.tensors, self.before = None, (), {}, (), {}
-        self.result, self.outputs = None, []
 
 
 class _Thread(threading.local):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.debugging.observe.observer import Call
+from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.operator_facts import OperatorFacts, converted_arguments, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.debugging.observe.observer import Call
+from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.operator_facts import item_of, tensors_in
 from ampkit.torch_internals.operator_tracing import (
     OpOverload,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -64,6 +65,7 @@ class TrainingLoop:
     def __init__(self) -> None:
         self.listeners: list[Any] = []
         self.silently: Callable[[], AbstractContextManager[Any]] = nullcontext  # a context in which listeners run
+        self.backward_starts: Callable[[list[Tensor], bool], None] = lambda roots, scaled: None
         self.step_starts: Callable[[Optimizer, bool], None] = lambda optimizer, closure: None
         self.step_ended: Callable[[Optimizer], None] = lambda optimizer: None
         self.iterations = Iterations()
@@ -189,7 +191,9 @@ class TrainingLoop:
             self.last_skip = max(0, self.iterations.number - 1)
         self._skipped_since_update = False
 
-    def backward(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else ()
+        self.backward_starts([root for root in roots if isinstance(root, Tensor)], self.loss_is_scaled)
         try:
             yield
         finally:
