@@ -7,6 +7,7 @@ input, 3 inconclusive, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import shutil
 import sys
@@ -71,6 +72,7 @@ def _parser(is_rehearsal: bool) -> argparse.ArgumentParser:
         add("--chosen-step", type=int, help=argparse.SUPPRESS)  # the only step with expensive checks
         add("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
     add("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
+    add("-m", dest="is_module", action="store_true", help="the script is a module, as in `python -m package.module`")
     add("script")
     # Else argparse calls arguments of the script missing where the script is.
     add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
@@ -105,7 +107,8 @@ def _examine(options: Any) -> Report:
         if shows_progress:
             _show("the script runs again with a fix")
         seconds = 300 + 3 * (time.monotonic() - started)
-        verify_script(report, run.modules, [options.script, *options.arguments], seconds)
+        command = [*["-m"] * options.is_module, options.script, *options.arguments]
+        verify_script(report, run.modules, command, seconds)
     if shows_progress:
         _show("")
         print("\r", end="", file=sys.stderr, flush=True)
@@ -116,10 +119,11 @@ def _rehearse(options: Any) -> RehearsalReport | None:
     if options.task:
         run_task(options.task, lambda tool: _run(options, tool), _stop)
         return None
-    _check_script(options.script)
+    _check_script(options)
     if options.steps < 1:
         raise ValueError("--steps is 0; expected 1 or more")
-    return rehearse_script(options.script, options.arguments, options.against, options.steps)
+    command = [*["-m"] * options.is_module, options.script, *options.arguments]
+    return rehearse_script(command, options.against, options.steps)
 
 
 def _show(text: str) -> None:
@@ -137,24 +141,37 @@ def _stop() -> None:
 
 
 def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
-    """Run the user's script under a tool, as `python script.py ARGS` would run it.
+    """Run the user's script under a tool, as `python script.py ARGS` or `python -m module ARGS` would run it.
 
     Returns why it did not reach its end; "" if it did, or if the tool stopped it.
     """
-    _check_script(options.script)
+    _check_script(options)
     if options.json and not Path(options.json).parent.is_dir():
         raise FileNotFoundError(f"--json is {options.json}; expected a file in an existing folder")
-    argv, path = sys.argv, list(sys.path)
+    argv, path, leave, process = sys.argv, list(sys.path), os._exit, os.getpid()
+
+    def exit_at_once(code: int) -> None:
+        if os.getpid() != process:  # in a forked worker
+            leave(code)
+        raise _StoppedError(f"the script called os._exit({code})")
+
     sys.argv = [options.script, *options.arguments]
-    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    sys.path.insert(0, str(Path.cwd() if options.is_module else Path(options.script).resolve().parent))
+    os._exit = exit_at_once  # type: ignore[assignment]
     try:
         with tool:
-            runpy.run_path(options.script, run_name="__main__")
-    except _StoppedError:
-        return ""
+            if options.is_module:
+                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(options.script, run_name="__main__")
+    except _StoppedError as stopped:
+        return str(stopped)
     except KeyboardInterrupt:
         return _INTERRUPT
     except SystemExit as exit:
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+            return f"the script ended with sys.exit({exit.code!r})"
         return f"the script ended with exit code {exit.code}" if exit.code else ""
     except Exception as error:
         frames = error.__traceback__  # from the script on, as Python shows them
@@ -163,13 +180,18 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
         traceback.print_exception(type(error), error, frames or error.__traceback__)
         return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv, sys.path[:], os._exit = argv, path, leave  # type: ignore[assignment]
     return ""
 
 
-def _check_script(script: str) -> None:
+def _check_script(options: Any) -> None:
+    script = options.script
+    if options.is_module:
+        return  # `runpy` raises an ImportError that names it
     if not Path(script).is_file():
         raise FileNotFoundError(f"{script} is not a file; expected the training script, then its own arguments")
+    if script.endswith(".ipynb"):
+        raise ValueError(f"{script} is a notebook; expected a script: use ampkit.debugging.Examination() in a cell")
 
 
 def _absolute(text: str) -> str:

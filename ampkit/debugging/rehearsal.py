@@ -368,8 +368,8 @@ class Regions:
 # --- a script
 
 
-def rehearse_script(script: str, arguments: Sequence[str], against: str | None, n_steps: int) -> RehearsalReport:
-    """Rehearse a script, each training of which runs in a fresh process.
+def rehearse_script(script: Sequence[str], against: str | None, n_steps: int) -> RehearsalReport:
+    """Rehearse a script, given with its arguments, each training of which runs in a fresh process.
 
     Raises:
         RuntimeError: with the end of the script's errors, if it does not come to a result.
@@ -381,8 +381,9 @@ def rehearse_script(script: str, arguments: Sequence[str], against: str | None, 
             out = Path(folder) / "result.json"
             task = {"out": str(out), "against": against, "kept": kept, "seed": seed, "steps": n_steps, **known}
             command = [sys.executable, "-m", "ampkit", "debug", "rehearse", "--task", json.dumps(task)]
-            command += [script, *arguments]
-            ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+            ended = subprocess.run(
+                [*command, *script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+            )
             if not out.exists():
                 raise RuntimeError("the script did not come to a result: " + ended.stderr.strip()[-2000:])
             result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
