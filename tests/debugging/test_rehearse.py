@@ -325,6 +325,6 @@ def test_the_command_starts_processes_and_says_why_they_end(tmp_path: Path, caps
     path = tmp_path / "train.py"
     path.write_text("raise SystemExit('no data')", encoding="utf-8")
     assert cli.main(["rehearse", str(path)]) == cli.INCONCLUSIVE
-    assert "the script ended with exit code no data" in capsys.readouterr().err
+    assert "the script ended with sys.exit('no data')" in capsys.readouterr().err
     assert cli.main(["rehearse", str(tmp_path / "absent.py")]) == cli.BAD_INPUT
     assert subprocess.run is rehearsal.subprocess.run
