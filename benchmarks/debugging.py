@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampkit import autocast, debugging
-from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.checks import CHECKS, LoopOrder
+from ampkit.debugging.checks.nonfinite import NonFinite
 from benchmarks.case import Aim, Case, Side, WrongAnswerError
 from benchmarks.workloads import DecoderBlock
 
 PLAIN = "nothing"
-DETECT, SHADOW, MONITOR = "detect_nonfinite", "compare_precision", "TensorMonitor, a sampled step"
+DETECT, ALL, LOOP = "inf and NaN", "all checks", "the order of the loop"
 ANOMALY, DEBUG_MODE = "torch's detect_anomaly", "torch's DebugMode"
 TRANSFORMERS = "transformers' DebugUnderflowOverflow"
 HEADS, BLOCKS, LENGTH, BATCH = 8, 4, 64, 8
@@ -48,9 +49,9 @@ class Watched(Case):
 def _tools() -> dict[str, Around]:
     tools: dict[str, Around] = {
         PLAIN: lambda model: contextlib.nullcontext(),
-        DETECT: lambda model: debugging.detect_nonfinite(model),
-        SHADOW: PrecisionComparison,
-        MONITOR: lambda model: debugging.TensorMonitor(model, every=1),
+        DETECT: lambda model: debugging.Examination(model, checks=[NonFinite]),
+        ALL: lambda model: debugging.Examination(model, checks=CHECKS),
+        LOOP: lambda model: debugging.Examination(model, checks=[LoopOrder]),
         ANOMALY: _anomaly,
     }
     with contextlib.suppress(ImportError):
@@ -102,7 +103,7 @@ def _side(around: Around, width: int, device: torch.device) -> Side:
 
 def cases() -> list[Case]:
     """The width that the aims are for, and a wider one."""
-    aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(SHADOW, 10.0, PLAIN), Aim(MONITOR, 2.0, PLAIN))
+    aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(ALL, 20.0, PLAIN), Aim(LOOP, 1.1, PLAIN))
     return [
         Watched(name=f"width {width}", width=width, seconds=seconds, aims=aims, everyday=False, devices=("cpu",))
         for width, seconds in ((256, 20.0), (512, 40.0))

@@ -48,10 +48,10 @@ def without_launches(norms: list[Tensor]) -> Iterator[None]:
     from ampkit_kernels import implementation
     from ampkit_kernels.triton_ops.unscale import unscale_kernel
 
-    stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
+    stand_ins: list[tuple[Any, str, Any]] = [
         *((torch, name, nothing) for name in _IN_PLACE),
         (torch, "_foreach_norm", lambda *_, **__: norms),
-        (type(unscale_kernel), "__getitem__", lambda *_: nothing),
+        (type(unscale_kernel), "__getitem__", lambda *_, **__: nothing),
         (implementation, "why_not_triton", nothing),
         (implementation, "AUTO", ("cuda", "cpu")),
     ]

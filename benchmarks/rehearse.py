@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ampkit import GradScaler, Policy, autocast
-from ampkit.debugging import compare_precision, rehearse
+from ampkit.debugging import rehearse
 from benchmarks.fragile_models import MODELS, Batch, Model, loss_of
 
 STEPS = 300  # of a training for the truth; its loss is the mean of the last 60
@@ -105,30 +105,23 @@ def truth(model: Model, seed: int) -> dict[str, Any]:
 
 
 def verdict(model: Model, seed: int, n_steps: int, warm_up: int) -> dict[str, Any]:
-    """What `rehearse` says, whether it is right, and what `compare_precision` names at the same state."""
-    module, batches = drawn(model, seed, warm_up + n_steps)
-    for _ in train(model, module, batches[:warm_up], lambda: reference(model)):
-        pass
-    shadow = compare_precision(lambda: next(train(model, module, batches[warm_up:], lambda: region(model, module))))
-    named = [path for path in shadow.fragile if path]
+    """Return the report of `rehearse`, and whether it is right."""
     module, batches = drawn(model, seed, max(warm_up, 3 * n_steps))
 
     def steps() -> Iterator[float]:
         return train(model, module, batches, lambda: region(model, module))
 
     report = rehearse(steps, module, n_steps=n_steps, warm_up=warm_up)
-    right = bool(set(report.places) & set(model.place)) if model.place else not report
+    right = bool(set(report.modules) & set(model.place)) if model.place else not report
     return {
         "right": right,
         "gap": _rounded(report.gap),
         "error": _rounded(report.error),
-        "places": report.places,
-        "left": _rounded(report.left),
+        "modules": report.modules,
+        "remaining": _rounded(report.remaining),
         "undecided": report.undecided,
-        "pairs": [report.pairs, report.after],
+        "pairs": report.pairs,
         "steps": report.steps,
-        "named": named[:3],
-        "changes": {path: _rounded(change) for path, change in list(shadow.loss_changes.items())[:2]},
     }
 
 

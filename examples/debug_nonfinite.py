@@ -1,10 +1,10 @@
-"""Find the cause of a NaN loss: operator, module, line, reason, and a change that was tried."""
+"""Find the cause of a NaN loss: operator, module, line, cause, and a fix that was tried."""
 
 import torch
 from torch import Tensor, nn
 
 from ampkit import autocast, debugging
-from ampkit.debugging.report import NonFiniteReport
+from ampkit.debugging.finding import Report
 
 
 class Attention(nn.Module):
@@ -21,7 +21,7 @@ class Attention(nn.Module):
         return self.out(scores.softmax(-1).to(v.dtype) @ v)
 
 
-def main() -> NonFiniteReport:
+def main() -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Attention(16), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -34,7 +34,7 @@ def main() -> NonFiniteReport:
         loss.backward()
         optimizer.step()
 
-    report = debugging.find_nonfinite(step, model)
+    report = debugging.examine(step, model, steps=1)
     print(report)
     return report
 

@@ -1,10 +1,10 @@
-"""Tell skipped steps of a loss scale that settles from those that no smaller scale would avoid."""
+"""Distinguish skipped steps of a loss scale that settles from those that no smaller scale would avoid."""
 
 import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
-from ampkit.debugging.report import NonFiniteReport
+from ampkit.debugging.finding import Report
 
 
 class Norm(nn.Module):
@@ -14,12 +14,12 @@ class Norm(nn.Module):
         return x.float().square().sum(-1).sqrt()
 
 
-def train(batch: Tensor, steps: int = 4) -> NonFiniteReport:
+def train(batch: Tensor, steps: int = 4) -> Report:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), Norm())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = GradScaler("cpu", init_scale=2.0**20)
-    with debugging.detect_nonfinite(model, on_found="record") as report:
+    with debugging.Examination(model) as report:
         for _ in range(steps):
             optimizer.zero_grad()
             with autocast("cpu", dtype=torch.float16):
@@ -30,7 +30,7 @@ def train(batch: Tensor, steps: int = 4) -> NonFiniteReport:
     return report
 
 
-def main() -> tuple[NonFiniteReport, NonFiniteReport]:
+def main() -> tuple[Report, Report]:
     healthy, broken = train(torch.ones(4, 8)), train(torch.zeros(4, 8))
     print(healthy)
     print(broken)

@@ -1,48 +1,42 @@
-"""`ampkit debug`: runs a training script under the debugging tools, without changes to the script.
+"""`ampkit debug train.py`: runs a training script under all checks; `ampkit debug rehearse train.py`.
 
-`ampkit debug train.py` is the examination. The name of a tool in front of the script runs this tool alone; a script
-with the name of a tool is written `./loop`. Reports go to stdout, progress and errors to stderr. Exit codes: 0 clean,
-1 something was found, 2 bad input, 3 inconclusive, 130 interrupted.
+The script stays as it is. Reports go to stdout, progress and errors to stderr. Exit codes: 0 clean, 1 a finding, 2 bad
+input, 3 inconclusive, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ampkit.debugging.compare import compare_runs
-from ampkit.debugging.detect import detect_nonfinite, rank
-from ampkit.debugging.examine import Examination
-from ampkit.debugging.loop import check_loop
-from ampkit.debugging.monitor import TensorMonitor
-from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.rehearsal import judge
-from ampkit.debugging.rehearse_script import AGAINST, run_task, script_trainings
-from ampkit.debugging.report import NonFiniteError, Report
-from ampkit.debugging.run_record import record_run
-from ampkit.debugging.verify import applied, verify
+from ampkit.debugging.examination import Examination
+from ampkit.debugging.finding import Report
+from ampkit.debugging.observe.ranks import rank
+from ampkit.debugging.rehearsal import RULES, RehearsalReport, rehearse_script, run_task
+from ampkit.debugging.verify import applied, verify_script
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _INTERRUPT = "the script was interrupted"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a tool. Returns the exit code."""
+    """Run `ampkit debug`. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    tool, *rest = arguments if arguments and arguments[0] in _TOOLS else ["", *arguments]
-    run = _TOOLS[tool][0]
-    options = _parser(tool).parse_args(rest)
+    is_rehearsal = arguments[:1] == ["rehearse"]
+    options = _parser(is_rehearsal).parse_args(arguments[is_rehearsal:])
     try:
-        report, text = run(options)
-        print(text)
+        report = _rehearse(options) if is_rehearsal else _examine(options)
+        if report is None:
+            return CLEAN
+        print(report)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
     except BrokenPipeError:  # of `| head`, for `ampkit.__main__`
@@ -58,185 +52,127 @@ def main(argv: list[str] | None = None) -> int:
     return FOUND if report else CLEAN
 
 
-def _parser(tool: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"ampkit debug {tool}".rstrip(), description=_TOOLS[tool][1])
+def _parser(is_rehearsal: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ampkit debug rehearse" if is_rehearsal else "ampkit debug")
     add = parser.add_argument
-    replaced = "; an existing file is replaced"
-    if tool == "":
-        names = ", ".join(filter(None, _TOOLS))
-        parser.epilog = f"Tools, by name in front of the script: {names}. A script with such a name is written ./loop."
-        add("--steps", type=_count, metavar="N", help="end after N optimizer steps, in place of the script's end")
-        add("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
-        add("--no-verify", action="store_true", help="do not run the script again to try changes")
-        add("--look-at", type=int, help=argparse.SUPPRESS)  # the only step with dear looks
-        add("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
-    elif tool == "nonfinite":
-        add("--from-step", type=_count, default=0, metavar="N", help="begin after N optimizer steps")
-        add("--keep-going", action="store_true", help="do not stop at the first finding")
-    elif tool == "precision":
-        add("--at-step", type=_count, default=0, metavar="N", help="compare the step after N optimizer steps")
-    elif tool == "monitor":
-        add("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
-        samples = "file for the samples, a line of JSON each" + replaced
-        add("--out", type=_absolute, default="ampkit-monitor.jsonl", metavar="F", help=samples)
-    elif tool == "record":
-        record = "file for the record; {rank} is the rank" + replaced
-        add("--out", type=_absolute, default="ampkit-run-{rank}.jsonl", metavar="F", help=record)
-    elif tool == "compare":
-        add("first", metavar="A", help="a file that `ampkit debug record` wrote")
-        add("second", metavar="B", help="the same script in another precision, torch, rank or machine")
-        add("--other-data", action="store_true", help="compare only parameters and updates, as of two ranks")
-    elif tool == "rehearse":
+    if is_rehearsal:
+        parser.description = "Whether low precision costs a training anything, and which modules to keep out of it."
         add("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
-        add("--against", choices=AGAINST, help="judge this recipe; without it the precision as it is")
+        add("--against", choices=RULES, help="test this recipe; without it the precision that the script has")
         add("--task", help=argparse.SUPPRESS)  # of one of the processes that the command starts
+    else:
+        parser.description = "Find numerical errors in a training script, which stays as it is."
+        parser.epilog = (
+            "ampkit debug rehearse train.py: whether low precision costs anything. A script of this name is ./rehearse."
+        )
+        add("--from-step", type=_count, default=0, metavar="N", help="check operators from iteration N on")
+        add("--steps", type=_count, metavar="N", help="end after N iterations, instead of at the script's end")
+        add("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
+        add("--no-verify", action="store_true", help="do not run the script again to try fixes")
+        add("--chosen-step", type=int, help=argparse.SUPPRESS)  # the only step with expensive checks
+        add("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
     add("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
-    if tool != "compare":
-        add("script")
-        # Else argparse calls arguments of the script missing where the script is.
-        add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
+    add("-m", dest="is_module", action="store_true", help="the script is a module, as in `python -m package.module`")
+    add("script")
+    # Else argparse calls arguments of the script missing where the script is.
+    add("arguments", nargs=argparse.REMAINDER, help="of the script").required = False
     return parser
 
 
-# The tools: each runs the script, and returns its report and the text to print.
-
-
-def _examine(options: Any) -> tuple[Report, str]:
-    examination = Examination()
-    examination.dear_at = options.look_at
-    report, started = examination.report, time.monotonic()
+def _examine(options: Any) -> Report:
+    examination = Examination(from_step=options.from_step)
+    examination.chosen_step = options.chosen_step
+    report, run, started = examination.report, examination.run, time.monotonic()
     shows_progress, last = sys.stderr.isatty(), started
 
     def step_ended() -> None:
-        if examination.step == options.steps or (options.seconds and time.monotonic() - started > options.seconds):
-            _stop()
+        is_last = options.steps is not None and run.step >= options.from_step + options.steps
+        if is_last or (options.seconds and time.monotonic() - started > options.seconds):
+            raise _StoppedError
 
     def progress() -> None:
         nonlocal last
         if shows_progress and time.monotonic() - last > 1:
             last = time.monotonic()
-            found = len(report.findings) + len(report.problems) + len(report.loop)
-            _show(f"step {examination.step}, {examination.count} operators, {found} found, {last - started:.0f} s")
+            _show(f"step {run.step}, {run.count} operators, {len(report.findings)} findings, {last - started:.0f} s")
 
     examination.on_step, examination.on_operator = step_ended, progress
     if shows_progress:
         _show("the script starts")
     with applied(options.apply):
         report.incomplete = _run(options, examination)
+    if not report.steps and options.from_step and not report.incomplete:
+        report.incomplete = f"the script ended before step {options.from_step}, and no operator was checked"
     if report and not options.no_verify and report.rank is None and report.incomplete != _INTERRUPT:
-        command = [options.script, *options.arguments]
         if shows_progress:
-            _show("the script runs again with a change")
+            _show("the script runs again with a fix")
         seconds = 300 + 3 * (time.monotonic() - started)
-        verify(report, examination.modules.region, command, seconds)
+        command = [*["-m"] * options.is_module, options.script, *options.arguments]
+        verify_script(report, run.modules, command, seconds)
     if shows_progress:
         _show("")
         print("\r", end="", file=sys.stderr, flush=True)
-    return report, str(report)
+    return report
+
+
+def _rehearse(options: Any) -> RehearsalReport | None:
+    if options.task:
+        run_task(options.task, lambda tool: _run(options, tool), _stop)
+        return None
+    _check_script(options)
+    if options.steps < 1:
+        raise ValueError("--steps is 0; expected 1 or more")
+    command = [*["-m"] * options.is_module, options.script, *options.arguments]
+    return rehearse_script(command, options.against, options.steps)
 
 
 def _show(text: str) -> None:
-    """Write a line of progress over the last one, no longer than the terminal, where it would not be one line."""
+    """Write a line of progress over the last one, no longer than the terminal, where it would wrap."""
     width = min(70, shutil.get_terminal_size().columns - 1)
     print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
 
 
-def _nonfinite(options: Any) -> tuple[Report, str]:
-    detect = detect_nonfinite(on_found="record" if options.keep_going else "raise")
-    detect.first_step = options.from_step
-    report = detect.report
-    report.incomplete = _run(options, detect) or _too_early(options.from_step, checked=report.steps > 0)
-    return report, str(report)
-
-
-def _precision(options: Any) -> tuple[Report, str]:
-    comparison = PrecisionComparison(None)
-    report = comparison.report
-    comparison.first_step = report.step = options.at_step
-    comparison.on_step = _stop
-    report.incomplete = _run(options, comparison) or _too_early(options.at_step, checked=comparison.begun)
-    return report, f"{report}\n\n{report.table()}" if report.operators else str(report)
-
-
-def _loop(options: Any) -> tuple[Report, str]:
-    check = check_loop()
-    check.report.incomplete = _run(options, check) or check.report.incomplete
-    return check.report, str(check.report)
-
-
-def _monitor(options: Any) -> tuple[Report, str]:
-    monitor = TensorMonitor(every=options.every, path=options.out.replace("{rank}", str(rank() or 0)))
-    with check_loop() as report:
-        why = _run(options, monitor)
-    report.incomplete = why or report.incomplete
-    return report, f"{report}\n{monitor}"
-
-
-def _rehearse(options: Any) -> tuple[Report, str]:
-    if options.task:
-        return run_task(options.task, lambda tool: _run(options, tool), _stop), ""
-    _check_script(options.script)
-    if options.steps < 1:
-        raise ValueError("--steps is 0; expected 1 or more")
-    report = judge(script_trainings(options.script, options.arguments, options.against, options.steps), lambda: 0)
-    text = str(report)
-    report.incomplete = _INTERRUPT if report.incomplete else ""
-    return report, text
-
-
-def _record(options: Any) -> tuple[Report, str]:
-    record = record_run(options.out)
-    record.report.incomplete = _run(options, record)
-    return record.report, str(record.report)
-
-
-def _compare(options: Any) -> tuple[Report, str]:
-    comparison = compare_runs(options.first, options.second, other_data=options.other_data)
-    return comparison, str(comparison)
-
-
-def _too_early(step: int, *, checked: bool) -> str:
-    """Why a report is incomplete if no step was checked; "" if one was."""
-    return (
-        ""
-        if checked
-        else (
-            f"the script ended before step {step}, and nothing was checked. Steps that a scaler "
-            "skips do not count until then"
-        )
-    )
-
-
-class _Stopped(BaseException):
-    """Ends the script once a tool has its result. Not an `Exception`, so that the script does not catch it."""
+class _StoppedError(BaseException):
+    """Ends the script once the checks have run. Not an `Exception`, so that the script does not catch it."""
 
 
 def _stop() -> None:
-    raise _Stopped
+    raise _StoppedError
 
 
 def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
-    """Run the user's script under a tool, as `python script.py ARGS` would run it.
+    """Run the user's script under a tool, as `python script.py ARGS` or `python -m module ARGS` would run it.
 
-    Returns why it did not run to its end; "" if it did, or if the tool stopped it.
+    Returns why it did not reach its end; "" if it did, or if the tool stopped it.
     """
-    _check_script(options.script)
-    for name in ("json", "out"):
-        file = getattr(options, name, None)
-        if file and not Path(file).parent.is_dir():
-            raise FileNotFoundError(f"--{name} is {file}; expected a file in an existing folder")
-    argv, path = sys.argv, list(sys.path)
+    _check_script(options)
+    if options.json and not Path(options.json).parent.is_dir():
+        raise FileNotFoundError(f"--json is {options.json}; expected a file in an existing folder")
+    argv, path, leave, process = sys.argv, list(sys.path), os._exit, os.getpid()
+
+    def exit_at_once(code: int) -> None:
+        if os.getpid() != process:  # in a forked worker
+            leave(code)
+        raise _StoppedError(f"the script called os._exit({code})")
+
     sys.argv = [options.script, *options.arguments]
-    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    sys.path.insert(0, str(Path.cwd() if options.is_module else Path(options.script).resolve().parent))
+    os._exit = exit_at_once  # type: ignore[assignment]
     try:
         with tool:
-            runpy.run_path(options.script, run_name="__main__")
-    except (NonFiniteError, _Stopped):
-        return ""
+            if options.is_module:
+                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(options.script, run_name="__main__")
+    except _StoppedError as stopped:
+        return str(stopped)
     except KeyboardInterrupt:
         return _INTERRUPT
-    except SystemExit as left:
-        return f"the script ended with exit code {left.code}" if left.code else ""
+    except SystemExit as exit:
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+            return f"the script ended with sys.exit({exit.code!r})"
+        return f"the script ended with exit code {exit.code}" if exit.code else ""
     except Exception as error:
         frames = error.__traceback__  # from the script on, as Python shows them
         while frames and frames.tb_frame.f_code.co_filename != options.script:
@@ -244,13 +180,18 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
         traceback.print_exception(type(error), error, frames or error.__traceback__)
         return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv, sys.path[:], os._exit = argv, path, leave  # type: ignore[assignment]
     return ""
 
 
-def _check_script(script: str) -> None:
+def _check_script(options: Any) -> None:
+    script = options.script
+    if options.is_module:
+        return  # `runpy` raises an ImportError that names it
     if not Path(script).is_file():
         raise FileNotFoundError(f"{script} is not a file; expected the training script, then its own arguments")
+    if script.endswith(".ipynb"):
+        raise ValueError(f"{script} is a notebook; expected a script: use ampkit.debugging.Examination() in a cell")
 
 
 def _absolute(text: str) -> str:
@@ -261,15 +202,3 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps; expected 0, 1, 2, ...")
     return int(text)
-
-
-_TOOLS: dict[str, tuple[Callable[[Any], tuple[Report, str]], str]] = {  # by name, "" for the examination
-    "": (_examine, "Find out where numbers go wrong in a training script, which stays as it is."),
-    "nonfinite": (_nonfinite, "Where inf and NaN come from in a training script."),
-    "precision": (_precision, "What one step of a training script loses to low precision."),
-    "loop": (_loop, "Whether scaler, gradients and optimizer are called in the right order."),
-    "monitor": (_monitor, "Headroom, underflow and lost updates, on every Nth step."),
-    "record": (_record, "Numbers of each operator of some steps, for `ampkit debug compare A B`."),
-    "compare": (_compare, "The first operator whose results differ between two recorded runs."),
-    "rehearse": (_rehearse, "Whether low precision costs a training anything, and what to keep."),
-}

@@ -1,7 +1,7 @@
-"""Verify a change on a script that stays as it is: run the script again in a fresh process, with the change applied.
+"""Verifies fixes: runs a step or a script again with a change, and looks whether the finding is gone.
 
-A change that can be applied from outside is JSON on the command line of that process: lines that compute in float32, a
-loss scale, a region that keeps no casts.
+A script runs again in a fresh process. A change that can be applied from outside is JSON on the command line of that
+process: lines that compute in float32, a loss scale, a region that keeps no casts.
 """
 
 from __future__ import annotations
@@ -12,185 +12,176 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch.nn import Module
 
-from ampkit.debugging.proposed_changes import LineChange, Lines, Region, advice, changes_for, line_of
-from ampkit.debugging.report import ExaminationReport, Problem, Suggestion
+from ampkit.debugging.changes import Change, LineChange, Lines, LossScale, NoCache, PolicyChange, advice, changes_for
+from ampkit.debugging.finding import Finding, Fix, NonFiniteError, Report
+from ampkit.debugging.observe.call_sites import ModuleCalls
+from ampkit.debugging.snapshot import TrainingSnapshot
 
-_MORE_STEPS = 4  # so many steps after the one with the symptom
-_MAX_RUNS = 4  # the most runs of the script
-_SCALE = 2.0**12
+_MORE_STEPS = 4  # steps of a script after the one with the symptom
+_MAX_SCRIPT_RUNS = 4
+_MAX_STEP_RUNS = 24
+_MAX_LINES = 8  # the most modules or lines of one change, which are added one by one
+_VERIFIED_STEPS = 4  # steps in a row that must be finite with a change
+_MAX_STEPS = 30  # the most steps to wait for these, while a loss scale settles
 
-
-@dataclass(frozen=True)
-class LossScale:
-    """Backward with a constant loss scale, whose gradients are unscaled at once: what a scaler does to gradients."""
-
-    code = "scaler = ampkit.GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """A context in which the script runs as if the code were there."""
-        inner = torch.autograd.backward
-
-        def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if not isinstance(tensors, Tensor) or grad_tensors is not None:
-                inner(tensors, grad_tensors, *args, **kwargs)
-                return
-            leaves = list(_leaves(tensors))
-            before = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None
-            inner(tensors, torch.full_like(tensors, _SCALE), *args, **kwargs)
-            with torch.no_grad():
-                for leaf, old in zip(leaves, before, strict=True):
-                    if leaf.grad is None:
-                        leaf.grad = old
-                    else:
-                        leaf.grad.div_(_SCALE)
-                        leaf.grad = leaf.grad if old is None else old.add_(leaf.grad)
-
-        torch.autograd.backward = scaled
-        try:
-            yield
-        finally:
-            torch.autograd.backward = inner
+Losses = dict[tuple[str, int], dict[int, float]]  # by line of backward, and by step
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The parameters that a loss depends on."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
+class _Outcome(NamedTuple):
+    """The outcome of a run with a change."""
+
+    helps: bool | None  # None if the run came to no result
+    text: str
+    remaining: Finding | None = None  # of inf or NaN
+
+
+def _verify(
+    report: Report,
+    modules: ModuleCalls,
+    attempt: Callable[[Finding, Change], _Outcome],
+    max_runs: int,
+    max_extensions: int,
+    *,
+    is_script: bool = False,
+) -> None:
+    """Try changes for the findings of a report, and note those that help. A change is extended while it does not."""
+    runs = 0
+    for finding in report.ranked():
+        if finding.grade == "note" and (is_script or finding.check != "precision"):
             continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        nodes += [following for following, _ in node.next_functions]
+        if is_script and finding.cause.is_of_data:
+            continue  # float32 may hide an error of the data
+        if finding.check == "nonfinite" and finding.scale is not None and _mishandles_scale(report):
+            finding.fix = Fix("correct the loop first: it mishandles scaled gradients")
+            continue
+        tried: list[str] = []
+        for change in changes_for(finding, modules.region, modules.model, modules.policy):
+            current, outcome = change, _Outcome(False, "")
+            for extension in range(max_extensions + 1):
+                if runs == max_runs:
+                    report.not_checked.append(f"more fixes than the {runs} that were tried")
+                    return
+                runs += 1
+                outcome = attempt(finding, current)
+                if outcome.helps is not False or extension == max_extensions:
+                    break
+                extended = _extended(current, outcome.remaining or finding)
+                if extended is None:
+                    break
+                current = extended
+            if outcome.helps:
+                finding.fix = Fix(current.code, True, outcome.text, tuple(tried))
+                break
+            if outcome.helps is None:
+                report.not_checked.append(f"whether a fix helps: {outcome.text}")
+                break
+            tried.append(f"{current.code} ({outcome.text})")
+        else:
+            if tried:
+                code = advice(finding) if finding.check in ("nonfinite", "data") else finding.fix.code
+                finding.fix = Fix(code, tried=tuple(tried))
 
 
-@dataclass(frozen=True)
-class NoCache:
-    """Regions that cast a weight each time, and keep no cast."""
+def _mishandles_scale(report: Report) -> bool:
+    return any(each.check == "loop order" and each.grade == "error" for each in report.findings)
 
-    code = "torch.autocast(..., cache_enabled=False)"
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """A context in which the script runs as if the code were there."""
-        inner, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled = lambda enabled: inner(False)
-        inner(False)
+def _extended(change: Change, remaining: Finding) -> Change | None:
+    return change.extended(remaining) if isinstance(change, (LineChange, PolicyChange)) else None
+
+
+def _result(steps: int, before: Losses, after: Losses) -> _Outcome:
+    """Return the outcome of a run without the finding, with the loss of one line in the last step of both runs."""
+    for site, losses in after.items():
+        first, last = next(iter(losses.values())), next(reversed(losses.values()))
+        if not math.isfinite(last) or (math.isfinite(first) and abs(last) > 1 + 100 * abs(first)):
+            return _Outcome(False, f"the loss of {site[0]}:{site[1]} diverges")
+    text = f"did not recur in {steps} step{'s' if steps > 1 else ''}"
+    for site, losses in after.items():
+        common = max(before.get(site, {}).keys() & losses.keys(), default=None)
+        if common is not None:
+            place = f"{site[0]}:{site[1]}" if len(after) > 1 else ""
+            where = " ".join(filter(None, (place and f"of {place}", f"in step {common}")))
+            return _Outcome(True, f"{text}; loss {where}: {before[site][common]:.4g} -> {losses[common]:.4g}")
+    return _Outcome(True, text)
+
+
+# --- a step
+
+
+def verify_step(
+    report: Report,
+    modules: ModuleCalls,
+    step: Callable[[], Any],
+    model: Module,
+    snapshot: TrainingSnapshot,
+    examination: Callable[..., Any],
+) -> None:
+    """Try changes for the findings of a step, each from the state in `snapshot`, in an `examination`."""
+    before = {site: dict(losses) for site, losses in report.losses.items()}
+
+    def attempt(finding: Finding, change: Change) -> _Outcome:
+        trial = examination(model, on_nonfinite="raise")
+        trial.chosen_step = 0 if finding.check == "precision" else -1
+        steps = in_a_row = 0
         try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled = inner
-            inner(before)
+            with snapshot, change.around(), trial as after:
+                while in_a_row < _VERIFIED_STEPS and steps < _MAX_STEPS:
+                    values = [p.detach().clone() for p in model.parameters()]
+                    step()
+                    steps += 1
+                    if not snapshot.optimizers:
+                        snapshot.restore_gradients()  # else they would accumulate
+                    updated = not all(map(torch.equal, values, model.parameters()))
+                    in_a_row = in_a_row + 1 if updated or not snapshot.optimizers else 0
+        except NonFiniteError as error:
+            return _Outcome(False, "still not finite", error.report.nonfinite[0])
+        except RuntimeError as error:  # an operator refuses the mix of dtypes
+            return _Outcome(False, str(error).partition("\n")[0][:100])
+        if in_a_row < _VERIFIED_STEPS:
+            return _Outcome(False, "finite, but no parameter changes")
+        if any(each.grade in (finding.grade, "error") and each.check == finding.check for each in after.findings):
+            return _Outcome(False, "it recurs")
+        outcome = _result(steps, before, after.losses)
+        return outcome if snapshot.optimizers else outcome._replace(text=f"{outcome.text} (the step has no optimizer)")
+
+    _verify(report, modules, attempt, _MAX_STEP_RUNS, _MAX_LINES - 1)
 
 
-Outside = LineChange | LossScale | NoCache
+# --- a script
 
 
-def to_json(change: Outside) -> str:
-    """A change as the argument of a command."""
-    data: dict[str, Any] = {"kind": type(change).__name__}
-    if isinstance(change, LineChange):
-        data |= {"device": change.device, "region": change.region, "lines": change.lines}
-    return json.dumps(data)
-
-
-def from_json(text: str) -> AbstractContextManager[Any]:
-    """The context that applies a change."""
-    data = json.loads(text)
-    if data["kind"] == "LineChange":
-        return LineChange(data["device"], data["region"], tuple(Lines(*lines) for lines in data["lines"])).around()
-    return {"LossScale": LossScale, "NoCache": NoCache}[data["kind"]]().around()
-
-
-def _candidates(problem: Problem, region: Region) -> Iterator[Outside]:
-    """The changes that may cure a problem and can be applied from outside, the likeliest first."""
-    if problem.finding is not None:
-        if problem.finding.cause.is_of_data:
-            return  # float32 may hide what is wrong with the data
-        for change in changes_for(problem.finding, region, None):
-            if isinstance(change, LineChange):
-                yield change
-                extended = change.extended(problem.finding)
-                if extended is not None:
-                    yield extended
-    elif "underflow" in (problem.what if problem.kind == "loop" else problem.kind) and problem.phase != "forward":
-        yield LossScale()
-    elif problem.kind == "stale cast":
-        yield NoCache()
-    elif problem.kind in ("absorbed", "imprecise", "rounded", "underflow"):
-        place = Lines(problem.file, problem.line, problem.line)
-        made = None if problem.made is None else line_of(problem.made)
-        if made is not None:
-            yield LineChange("cpu", region, (made,))
-        if made is None or made != place:
-            yield LineChange("cpu", region, tuple(each for each in (made, place) if each is not None))
-
-
-def verify(report: ExaminationReport, region: Region, command: Sequence[str], seconds: float) -> None:
-    """Try changes for the first problems of a report, and note those that cure.
+def verify_script(report: Report, modules: ModuleCalls, command: Sequence[str], seconds: float) -> None:
+    """Try changes for the first findings of a report of a script, each in a run of at most `seconds`.
 
     Args:
-        report: what a run found; the suggestions of its problems are replaced.
-        region: the kind of region that the script's modules ran in.
+        report: the findings of a run; their fixes are replaced.
+        modules: the modules that ran.
         command: the script and its arguments.
         seconds: the most seconds for each run.
     """
-    runs = 0
-    for problem in report.ranked():
-        tried: list[str] = []
-        if problem.grade == "note":
-            return
-        for change in _candidates(problem, region):
-            if runs == _MAX_RUNS:
-                report.unseen.append(f"more changes than the {runs} that were tried")
-                return
-            runs += 1
-            helps, evidence = _run(problem, change, command, seconds)
-            if helps is None:  # it is not known whether the change helps
-                report.unseen.append(f"whether a change helps: {evidence}")
-                break
-            if helps:
-                found = Suggestion(change.code, "change", True, f"verified: {evidence}", tuple(tried))
-                report.suggestions[problem.key] = found
-                break
-            tried.append(f"{change.code} ({evidence})")
-        else:
-            if tried:
-                left = problem.suggestion if problem.finding is None else advice(problem.finding)
-                report.suggestions[problem.key] = replace(left or Suggestion(""), tried=tuple(tried))
+
+    def attempt(finding: Finding, change: Change) -> _Outcome:
+        return _run_script(report, finding, change, command, seconds)
+
+    _verify(report, modules, attempt, _MAX_SCRIPT_RUNS, 1, is_script=True)
 
 
-def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: float) -> tuple[bool | None, str]:
-    """Whether the script runs without a problem with a change, and the evidence; None where it could not run."""
+def _run_script(report: Report, finding: Finding, change: Change, command: Sequence[str], seconds: float) -> _Outcome:
+    last = finding.step if finding.check in ("nonfinite", "data") else finding.last
+    steps = max(last, finding.step) + _MORE_STEPS
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        steps = max(problem.last if problem.finding is None else problem.step, problem.step) + _MORE_STEPS
-        options = [
-            "--no-verify",
-            "--json",
-            str(file),
-            "--steps",
-            str(steps),
-            "--apply",
-            to_json(change),
-            "--look-at",
-            "-1",
-        ]
-        if problem.kind == "imprecise":
-            options[-1] = str(problem.step)
+        options = ["--no-verify", "--json", str(file), "--steps", str(steps), "--apply", to_json(change)]
+        options += ["--chosen-step", "-1"]
         try:
             subprocess.run(
                 [sys.executable, "-m", "ampkit", "debug", *options, *command],
@@ -203,22 +194,34 @@ def _run(problem: Problem, change: Outside, command: Sequence[str], seconds: flo
             )
             after = json.loads(file.read_text(encoding="utf-8"))
         except (subprocess.TimeoutExpired, OSError, ValueError):
-            return None, f"the script did not end within {seconds:.0f} s, or was killed"
+            return _Outcome(None, f"the script did not end within {seconds:.0f} s, or was killed")
     if after["incomplete"]:
-        return False, after["incomplete"]
-    if after["steps"] <= problem.step:
-        return False, "the script ended too early"
-    for left in after["findings"]:
-        if left["grade"] != "note" and (left["look"] == problem.look or left["rank"] == 1):
-            return False, f"still there: {left['what']}"
-    first, last = after["loss"]
-    if first is None:
-        return True, f"{after['steps']} steps without it"
-    if isinstance(last, str) or (math.isfinite(first) and abs(last) > 1 + 100 * abs(first)):
-        return False, "the loss diverges"
-    return True, f"{after['steps']} steps without it, the loss goes from {first:.4g} to {last:.4g}"
+        return _Outcome(False, after["incomplete"])
+    if after["steps"] <= finding.step:
+        return _Outcome(False, "the script ended too early")
+    for each in after["findings"]:
+        if each["grade"] != "note" and (each["check"] == finding.check or each["rank"] == 1):
+            return _Outcome(False, f"still there: {each['what']}")
+    losses = {
+        (each["file"], each["line"]): dict(zip(each["steps"], map(float, each["losses"]), strict=True))
+        for each in after["losses"]
+    }
+    return _result(after["steps"], report.losses, losses)
+
+
+def to_json(change: Change) -> str:
+    """Return a change as the argument of a command."""
+    data: dict[str, Any] = {"kind": type(change).__name__}
+    if isinstance(change, LineChange):
+        data |= {"device": change.device, "region": change.region, "lines": change.lines}
+    return json.dumps(data)
 
 
 def applied(text: str | None) -> AbstractContextManager[Any]:
-    """The context of the change that `--apply` has; an empty one without."""
-    return ExitStack() if text is None else from_json(text)
+    """Return the context that applies a change; an empty one without."""
+    if text is None:
+        return nullcontext()
+    data = json.loads(text)
+    if data["kind"] == "LineChange":
+        return LineChange(data["device"], data["region"], tuple(Lines(*lines) for lines in data["lines"])).around()
+    return {"LossScale": LossScale, "NoCache": NoCache}[data["kind"]]().around()

@@ -1,7 +1,7 @@
 """The report on a skipped step: which gradients held inf or NaN, the likely origin first.
 
 In most models backward reaches parameters roughly in reverse registration order, so the report has that order.
-`ampkit.debugging.find_nonfinite` locates the operator where inf or NaN began in any model.
+`ampkit.debugging.examine` locates the operator where inf or NaN began in any model.
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ class OverflowReport(tuple[NonFiniteGradient, ...]):
             lines.append(f"  and {len(self) - _SHOWN} more")
         if not self.named:
             lines.append("for names call overflow_report(model), or make the optimizer with model.named_parameters()")
-        lines.append(
-            "parameters are listed in reverse registration order; debugging.find_nonfinite locates the operator"
-        )
+        lines.append("parameters are listed in reverse registration order; debugging.examine locates the operator")
         return "\n".join(lines)
 
 

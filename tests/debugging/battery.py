@@ -78,14 +78,14 @@ table(
             "nan_where_nothing_is_known",
             lambda x: torch.where(x > 0, x, math.nan),
             "aten::scalar_tensor",
-            "asks for",
+            "written explicitly",
             r"do not write",
         ),
         (
             "a_bound_that_gets_into_the_sum",
             lambda x: x + torch.full_like(x, math.inf),
             "aten::full_like",
-            "asks for",
+            "written explicitly",
             r"do not write|finfo",
         ),
         (
@@ -132,7 +132,7 @@ table(
             "times_without_end",
             lambda x: x * torch.linspace(0, math.inf, 16),
             "aten::linspace",
-            "asks for",
+            "written explicitly",
             r"do not write",
         ),
         (
@@ -146,7 +146,7 @@ table(
             "nan_in_a_literal",
             lambda x: x * torch.tensor([math.nan] + [0.0] * 15),
             "aten::lift_fresh",
-            "asks for",
+            "written explicitly",
             r"NaN",
         ),
         (
@@ -370,7 +370,7 @@ for name, foreach, op in (
 
 @whole(
     "nonfinite",
-    r"-1e\+10|is -inf in float16|the cast to float16|ends at",
+    r"-1e\+10|is -inf in float16|cast to float16",
     r"finfo|" + FLOAT,
     "aten::_to_copy",
     model=lambda: nn.Linear(8, 8).half(),
@@ -443,14 +443,14 @@ def attention_without_keys(x: Tensor) -> Tensor:
     return scores.softmax(-1) @ x  # here
 
 
-@planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "asks for", r"do not write|finfo")
+@planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "written explicitly", r"do not write|finfo")
 def an_infinity_assigned(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[0, 0] = math.inf  # here
     return x + y
 
 
-@planted("aten::masked_fill_.Scalar" if NEWEST else "aten::index_put_", "asks for", r"do not write")
+@planted("aten::masked_fill_.Scalar" if NEWEST else "aten::index_put_", "written explicitly", r"do not write")
 def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[y > 0] = math.nan  # here

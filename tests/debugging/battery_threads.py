@@ -76,7 +76,7 @@ table(rows=[
     # sooftware/kospeech#37: the smallest number of float32 in its place is smoothed to inf, too
     ("smoothed_loss_of_masked_logits",
      lambda x: F.cross_entropy(x.masked_fill(torch.arange(16) > 12, -INF), torch.zeros(8).long(), label_smoothing=0.1),
-     "aten::masked_fill.*", r"asks for", r"label_smoothing|-1e4"),
+     "aten::masked_fill.*", r"written explicitly", r"label_smoothing|-1e4"),
 ])
 
 
@@ -162,7 +162,7 @@ def unsquashed_action(x: Tensor) -> Tensor:     # ray-project/ray#14878
     return torch.atanh(action) + x
 
 
-@planted("in backward of aten::sqrt", r"1e-12 is 0 in float16", r"that the dtype can represent", dtype=F16)
+@planted("in backward of aten::sqrt", r"1e-12 is 0 in float16", r"that the dtype can represent|\.float\(\)", dtype=F16)
 def penalty_of_a_critic(x: Tensor) -> Tensor:     # NVIDIA/apex#654
     gradient, = torch.autograd.grad((x.pow(3) * 0).sum(), x, create_graph=True)
     norm = torch.sqrt(torch.sum(gradient**2, -1) + 1e-12)       # here
@@ -283,7 +283,7 @@ def embedding_of_a_timestep(x: Tensor) -> Tensor:     # modelscope/DiffSynth-Stu
     return x * angle.sin().to(x.dtype)
 
 
-@planted("aten::(elu|add.Tensor)", r"made|rounded|amplified", WIDER + "|exp", dtype=B16, tool="precision")
+@planted("aten::(elu|add.Tensor)", r"error begins with", WIDER + "|exp", dtype=B16, tool="precision")
 def feature_map_of_attention(x: Tensor) -> Tensor:     # fla-org/flash-linear-attention#1261
     q = F.elu(x - 6) + 1        # here
     return q / q.sum(-1, keepdim=True) * torch.arange(16)
@@ -316,7 +316,7 @@ def decay_in_bfloat16(model: Any) -> None:     # Nerogar/OneTrainer#996
             p.add_(p.grad, alpha=-0.1)
 
 
-@whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
+@whole("precision", r"updates.* are rounded away", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
        state=functools.partial(torch.optim.AdamW, lr=6e-7))
 def optimizer_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:     # meta-pytorch/torchtune#2254
     optimizer.zero_grad()
@@ -324,7 +324,7 @@ def optimizer_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     optimizer.step()        # here
 
 
-@whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
+@whole("precision", r"updates.* are rounded away", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
        state=functools.partial(torch.optim.AdamW, lr=1e-7, betas=(0.9, 0.9999)), before=1)
 def moments_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:     # NVIDIA-NeMo/Automodel#2248
     optimizer.zero_grad()
@@ -401,7 +401,7 @@ def sum_over_no_path(x: Tensor) -> Tensor:     # pytorch/pytorch#31829
     return torch.where(total.isinf(), 0.0, total)
 
 
-@planted("aten::div.Tensor", r"rows 0, 3(.|\n)*(0 / 0|by 0|is 0)", r"clamp")
+@planted("aten::div.Tensor", r"(0 / 0|by 0|is 0)(.|\n)*rows 0, 3", r"clamp")
 def contrast_without_positives(x: Tensor) -> Tensor:     # HobbitLong/SupContrast#141
     labels = torch.tensor([0, 1, 1, 3, 4, 4, 4, 1])
     positive = (labels[:, None] == labels).float() - torch.eye(8)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
+from ampkit.debugging.finding import Report
 from tests.debugging.models import Middle
 
 Step = Callable[[], Any]
@@ -35,7 +36,7 @@ class Fault(NamedTuple):
     """A planted fault, and the answers that a report must give."""
 
     name: str
-    tool: str  # nonfinite, precision or loop
+    tool: str  # nonfinite, precision or loop: how the step runs
     build: Callable[[], tuple[nn.Module, Step]]
     source: Callable[..., Any]
     op: str
@@ -164,33 +165,32 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {**model.state_dict(), "random numbers": torch.get_rng_state()}
 
 
-def report_of(fault: Fault) -> str:
-    """The tool's report, as text."""
+def report_of(fault: Fault) -> Report:
+    """The report of `examine`, or for a loop of an `Examination` around it."""
     model, step = fault.build()
-    if fault.tool == "nonfinite":
-        before = {name: value.clone() for name, value in state_of(model).items()}
-        text = str(debugging.find_nonfinite(step, model))
-        changed = [name for name, value in state_of(model).items() if not torch.equal(value, before[name])]
-        assert changed == [], "find_nonfinite did not restore the state"
-        return text
-    if fault.tool == "precision":
-        return str(debugging.compare_precision(step, model))
-    with debugging.check_loop() as report, contextlib.suppress(RuntimeError, AssertionError):
-        step()
-    return str(report)
+    if fault.tool == "loop":
+        with debugging.Examination(model) as report, contextlib.suppress(RuntimeError, AssertionError):
+            step()
+        return report
+    before = {name: value.clone() for name, value in state_of(model).items()}
+    report = debugging.examine(step, model, steps=1 if fault.tool == "nonfinite" else 12)
+    changed = [name for name, value in state_of(model).items() if not torch.equal(value, before[name])]
+    assert changed == [], "examine did not restore the state"
+    return report
 
 
-def judged(fault: Fault) -> tuple[dict[str, bool], str]:
-    """For each answer that is asked for, whether it is right; and the report."""
-    text = report_of(fault)
-    finding = text.partition("\nthen ")[0]
-    change = "\n".join(re.findall(r"^  (?:change|advice) .*(?:\n {12}.*)*", finding, re.MULTILINE))
+def judged(fault: Fault) -> tuple[dict[str, bool], Report]:
+    """For each answer that is asked for, whether the first finding has it; and the report."""
+    report = report_of(fault)
+    first = next(iter(report.ranked()), None)
+    text = "" if first is None else "\n".join(first.lines())
+    module, _, call = fault.module.partition(" (call ")
     rows = {
         "op": rf"\b{fault.op}\b" if fault.op else "",
-        "module": rf", {re.escape(fault.module)}[ ,(\n]" if fault.module else "",
+        "module": (rf'module "{re.escape(module)}"' + f", call {call[:-1]}" * bool(call)) if module else "",
         "line": rf"\b{re.escape(fault.line)}\b",
         "cause": fault.cause,
     }
-    answers = {name: re.search(pattern, finding) is not None for name, pattern in rows.items() if pattern}
-    answers["change"] = re.search(fault.change, change) is not None
-    return answers, text
+    answers = {name: re.search(pattern, text) is not None for name, pattern in rows.items() if pattern}
+    answers["change"] = first is not None and re.search(fault.change, first.fix.code) is not None
+    return answers, report

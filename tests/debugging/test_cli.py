@@ -57,7 +57,7 @@ def test_a_script_that_is_no_python_is_an_error_of_the_script(script: Path, caps
     assert "the script failed with SyntaxError" in out
 
 
-@pytest.mark.parametrize("tool", [[], ["nonfinite"], ["rehearse"]], ids=["examination", "nonfinite", "rehearse"])
+@pytest.mark.parametrize("tool", [[], ["rehearse"]], ids=["examination", "rehearse"])
 def test_only_the_script_is_required(tool: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["debug", *tool])

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ampkit import Policy, Rule, autocast, debugging
 from ampkit.__main__ import main
-from ampkit.debugging.examine import Examination
-from ampkit.debugging.report import LoopFinding, Problem, Suggestion
+from ampkit.debugging import Examination
+from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place, Report
 from tests.debugging.models import mlp
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -25,21 +25,21 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
 
 
-def problems(run: Callable[[], Any], model: nn.Module | None = None) -> list[Problem]:
+def findings(run: Callable[[], Any], model: nn.Module | None = None) -> list[Finding]:
     """What an examination finds in a run."""
     with Examination(model) as report:
         run()
     return report.ranked()
 
 
-def only(run: Callable[[], Any], model: nn.Module | None = None) -> Problem:
-    found = problems(run, model)
+def only(run: Callable[[], Any], model: nn.Module | None = None) -> Finding:
+    found = findings(run, model)
     assert len(found) == 1, found
     return found[0]
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_true_nan_that_nothing_uses_is_worth_knowing(reads: bool) -> None:
+def test_a_true_nan_that_nothing_uses_is_a_note(reads: bool) -> None:
     """As the disparity of rays that hit nothing in NeRF, which is 0/0 in float32 and reaches no loss."""
 
     def run() -> None:
@@ -51,7 +51,7 @@ def test_a_true_nan_that_nothing_uses_is_worth_knowing(reads: bool) -> None:
         loss = result.float().square().mean() + (ratio.sum() if reads else 0.0)
         loss.backward()
 
-    assert only(run).grade == ("wrong" if reads else "note")
+    assert only(run).grade == ("error" if reads else "note")
 
 
 # --- sums
@@ -89,12 +89,11 @@ def not_in_place(dtype: torch.dtype) -> Tensor:
 def test_a_sum_that_stops(run: Callable[[torch.dtype], Tensor], line: str, made: str | None) -> None:
     """With the line that adds, and the line that makes it in 16 bits; in float32 nothing is lost."""
     found = only(lambda: run(B16))
-    assert (found.grade, found.kind, found.line) == ("lost", "absorbed", line_of(line))
-    assert found.made is not None
-    assert made is None or found.made.line == line_of(made)
-    assert found.suggestion is not None
-    assert "float32" in found.suggestion.code
-    assert problems(lambda: run(F32)) == []
+    assert (found.grade, found.kind, found.place.line) == ("precision loss", "stagnating sum", line_of(line))
+    assert found.producer is not None
+    assert made is None or found.producer.line == line_of(made)
+    assert "float32" in found.fix.code
+    assert findings(lambda: run(F32)) == []
 
 
 def test_a_counter_in_float32_stops_too() -> None:
@@ -103,13 +102,13 @@ def test_a_counter_in_float32_stops_too() -> None:
         for _ in range(20):
             tokens += 1
 
-    assert only(run).kind == "absorbed"
+    assert only(run).kind == "stagnating sum"
 
 
 def test_rounding_of_a_sum_that_moves_is_no_finding() -> None:
-    assert problems(lambda: count(B16)) == []
+    assert findings(lambda: count(B16)) == []
     assert (
-        problems(lambda: [torch.ones((), dtype=F16).add_(1e-8) for _ in range(20)]) == []
+        findings(lambda: [torch.ones((), dtype=F16).add_(1e-8) for _ in range(20)]) == []
     )  # an eps, each time on another
 
 
@@ -135,10 +134,10 @@ def steps_inside(region: Callable[[], Any], *, step: bool = True) -> Callable[[]
 
 def test_casts_that_are_older_than_their_weights() -> None:
     found = next(
-        each for each in problems(steps_inside(lambda: torch.autocast("cpu", dtype=B16))) if each.look == "casts"
+        each for each in findings(steps_inside(lambda: torch.autocast("cpu", dtype=B16))) if each.check == "stale casts"
     )
-    assert (found.grade, found.kind, found.line) == ("wrong", "stale cast", line_of("region"))
-    assert "linear" in found.op or "addmm" in found.op
+    assert (found.grade, found.kind, found.place.line) == ("error", "stale cast", line_of("region"))
+    assert "linear" in found.place.op or "addmm" in found.place.op
 
 
 @pytest.mark.parametrize(
@@ -151,10 +150,10 @@ def test_casts_that_are_older_than_their_weights() -> None:
 )
 def test_casts_that_are_not(run: Callable[[], None]) -> None:
     """Those of ampkit's regions are never stale."""
-    assert not any(found.look == "casts" for found in problems(run))
+    assert not any(found.check == "stale casts" for found in findings(run))
 
 
-def test_a_cast_of_the_users_own_is_worth_knowing() -> None:
+def test_a_cast_of_the_users_own_is_a_note() -> None:
     weight = nn.Parameter(torch.ones(4))
 
     def run() -> None:
@@ -181,12 +180,12 @@ def test_inf_in_the_data(workers: int) -> None:
             model(batch).sum()
 
     found = only(run)
-    assert (found.grade, found.look, found.kind) == ("wrong", "data", "arrived")
+    assert (found.grade, found.check, found.kind) == ("error", "data", "arrived")
     if workers:
-        assert f"batch 1 of the loader at tests/debugging/test_examine.py:{line_of('loader')}" in found.why
-        assert "inf in 1 of 12 elements, in row 1 of 4, column 1 of 3" in found.why
+        assert f"batch 1 of the loader at tests/debugging/test_examine.py:{line_of('loader')}" in found.cause.text
+        assert "inf in 1 of 12 elements, in row 1 of 4, column 1 of 3" in found.cause.text
     else:
-        assert found.line == line_of("loader")
+        assert found.place.line == line_of("loader")
 
 
 def test_an_outlier_in_the_data() -> None:
@@ -197,11 +196,10 @@ def test_an_outlier_in_the_data() -> None:
         with autocast("cpu", dtype=F16):
             model(batch).float().sum().backward()
 
-    found = problems(run)[0]
-    assert "no parameter took part in it: it arrived with the data" in found.why
-    assert "in row 1 of 2" in found.why
-    assert found.suggestion is not None
-    assert "rows of the data" in found.suggestion.code
+    found = findings(run)[0]
+    assert "no parameter took part in it: it arrived with the data" in found.cause.text
+    assert "in row 1 of 2" in found.elements
+    assert "rows of the data" in found.fix.code
 
 
 def test_a_large_number_of_the_code_is_not_the_datas() -> None:
@@ -211,9 +209,9 @@ def test_a_large_number_of_the_code_is_not_the_datas() -> None:
         target = torch.ones(2, 1, dtype=B16) * 3 * 3e38  # beyond bfloat16
         (model(torch.ones(2, 3)) - target.float()).square().mean().backward()
 
-    found = problems(run)[0]
-    assert found.line == line_of("beyond bfloat16")
-    assert "data" not in found.why
+    found = findings(run)[0]
+    assert found.place.line == line_of("beyond bfloat16")
+    assert "data" not in found.cause.text
 
 
 def test_an_outlier_of_a_batch_that_overflows_in_a_layer() -> None:
@@ -226,9 +224,9 @@ def test_an_outlier_of_a_batch_that_overflows_in_a_layer() -> None:
         with torch.autocast("cpu", B16):
             model(batch).float().square().mean().backward()
 
-    found = problems(run)[0]
-    assert "the input has 1e+38" in found.why
-    assert "in row 2 of 4: it arrived with the data" in found.why
+    found = findings(run)[0]
+    assert "the input has 1e+38" in found.cause.text
+    assert "in row 2 of 4: it arrived with the data" in found.cause.text
 
 
 # --- inf that belongs there, and inf that does not
@@ -258,12 +256,12 @@ def test_a_mask_is_not_what_goes_wrong(function: Callable[[Tensor], Tensor], lin
             masked = torch.where(torch.eye(4) > 0, scores, mask)
             function(masked).float().sum().backward()
 
-    found = problems(run)[0]
-    assert found.grade == "wrong"
-    assert found.line == line_of(line)
+    found = findings(run)[0]
+    assert found.grade == "error"
+    assert found.place.line == line_of(line)
 
 
-def test_an_inf_that_is_absorbed_is_worth_knowing() -> None:
+def test_an_inf_that_is_masked_is_a_note() -> None:
     model = nn.Linear(4, 1)
 
     def run() -> None:
@@ -273,9 +271,9 @@ def test_an_inf_that_is_absorbed_is_worth_knowing() -> None:
         loss.backward()
 
     found = only(run)
-    assert (found.grade, found.line) == ("note", line_of("absorbed"))
-    assert "a result is inf, which a later operator absorbs" in found.what
-    assert "float32" in (found.suggestion.code if found.suggestion else "")
+    assert (found.grade, found.place.line) == ("note", line_of("absorbed"))
+    assert "a result is inf, which a later operator masks" in found.what
+    assert "float32" in found.fix.code
 
 
 def test_an_epsilon_that_rounding_removes_before_what_is_absorbed() -> None:
@@ -291,9 +289,9 @@ def test_an_epsilon_that_rounding_removes_before_what_is_absorbed() -> None:
             optimizer.zero_grad()
 
     found = only(run)
-    assert (found.grade, found.line) == ("note", line_of("a floor"))
-    assert found.why.startswith("1e-10 is 0 in float16")
-    assert "write a number that the dtype can represent" in (found.suggestion.code if found.suggestion else "")
+    assert (found.grade, found.place.line) == ("note", line_of("a floor"))
+    assert found.cause.text.startswith("1e-10 is 0 in float16")
+    assert "write a number that the dtype can represent" in found.fix.code
     assert (found.step, found.last, found.times) == (0, 2, 3)
 
 
@@ -305,7 +303,7 @@ def test_alignments_of_a_ctc_loss_that_are_impossible_are_no_note() -> None:
         targets = torch.tensor([[1, 2], [3, 3]])
         nn.functional.ctc_loss(log_probs, targets, torch.tensor([6, 6]), torch.tensor([2, 2])).backward()
 
-    assert problems(run) == []
+    assert findings(run) == []
 
 
 def test_a_gradient_that_is_nan_and_clipped_is_no_note() -> None:
@@ -325,8 +323,8 @@ def test_a_gradient_that_is_nan_and_clipped_is_no_note() -> None:
             scaler.step(optimizer)
             scaler.update()
 
-    found = problems(run)[0]
-    assert (found.grade, found.line) == ("wrong", line_of("root of 0"))
+    found = findings(run)[0]
+    assert (found.grade, found.place.line) == ("error", line_of("root of 0"))
     assert found.what.startswith("the gradient of")
 
 
@@ -344,9 +342,9 @@ def test_a_loss_in_16_bits_outside_of_the_region() -> None:
 
         return step
 
-    assert problems(run(inside=True)) == []
+    assert findings(run(inside=True)) == []
     found = only(run(inside=False))
-    assert (found.grade, found.line) == ("note", line_of("outside"))
+    assert (found.grade, found.place.line) == ("note", line_of("outside"))
     assert found.what == "the loss is computed in bfloat16, outside of the region"
 
 
@@ -374,22 +372,22 @@ def test_a_gradient_that_rounding_makes_zero() -> None:
         z = (y * scale).half()  # small
         return model[1](z.float() / scale).square().mean() + (y.detach() * 0 * model[2].bias).sum()
 
-    found = problems(trained(model, lambda: loss(1.0)), model)
+    found = findings(trained(model, lambda: loss(1.0)), model)
     assert [(each.grade, each.kind, each.what) for each in found] == [
-        ("note", "zero gradient", "the gradient of 2.bias is exactly 0 in each of 4 steps"),
-        ("note", "no gradient", "the gradient of 2.weight is missing in each of 4 steps"),
+        ("note", "zero gradient", "the gradient of 2.bias is exactly 0"),
+        ("note", "no gradient", "the gradient of 2.weight is missing"),
     ]
-    found = problems(trained(model, lambda: loss(1e-9)), model)
-    assert ("rounded", "underflow", line_of("small")) in [(each.look, each.kind, each.line) for each in found]
+    found = findings(trained(model, lambda: loss(1e-9)), model)
+    assert ("zeros", "underflow", line_of("small")) in [(each.check, each.kind, each.place.line) for each in found]
 
 
 def test_updates_that_are_rounded_away() -> None:
     model, batch = mlp(8, 16, 1).bfloat16(), torch.randn(8, 8).bfloat16()
     found = next(
-        p for p in problems(trained(model, lambda: model(batch).square().mean()), model) if p.look == "updates"
+        p for p in findings(trained(model, lambda: model(batch).square().mean()), model) if p.check == "updates"
     )
-    assert (found.grade, found.kind, found.op) == ("lost", "lost update", "aten::add_.Tensor")
-    assert "masters" in (found.suggestion.code if found.suggestion else "")
+    assert (found.grade, found.kind, found.place.op) == ("precision loss", "update rounded away", "aten::add_.Tensor")
+    assert "masters" in found.fix.code
 
 
 def test_state_that_is_rounded_in_place() -> None:
@@ -405,18 +403,18 @@ def test_state_that_is_rounded_in_place() -> None:
                 state["exp_avg_sq"].copy_(state["exp_avg_sq"].bfloat16())  # rounded
 
     found = only(run, model)
-    assert (found.grade, found.kind, found.line) == ("wrong", "rounded", line_of("rounded"))
+    assert (found.grade, found.kind, found.place.line) == ("error", "rounded", line_of("rounded"))
     assert found.what == "the optimizer's state is rounded to bfloat16 in place"
-    assert found.why.startswith("exp_avg_sq of weight is float32")
+    assert found.cause.text.startswith("exp_avg_sq of weight is float32")
 
 
 def test_positions_in_16_bits() -> None:
     found = only(lambda: torch.arange(600, dtype=B16) / 600)  # positions
-    assert (found.grade, found.line) == ("lost", line_of("positions"))
-    assert problems(lambda: torch.arange(256, dtype=B16)) == []
+    assert (found.grade, found.place.line) == ("precision loss", line_of("positions"))
+    assert findings(lambda: torch.arange(256, dtype=B16)) == []
 
 
-@pytest.mark.parametrize(("start", "grade"), [(65536, "lost"), (200, "note")])
+@pytest.mark.parametrize(("start", "grade"), [(65536, "precision loss"), (200, "note")])
 def test_positions_that_a_region_casts(start: int, grade: str) -> None:
     """As in a rotary embedding under a region: of a grid far from 0 all positions become the same."""
     frequencies, positions = torch.tensor([[1.0], [0.1]]), torch.arange(start, start + 64).float()[None]
@@ -426,7 +424,7 @@ def test_positions_that_a_region_casts(start: int, grade: str) -> None:
             frequencies @ positions  # positions of a grid
 
     found = only(run)
-    assert (found.grade, found.line) == (grade, line_of("positions of a grid"))
+    assert (found.grade, found.place.line) == (grade, line_of("positions of a grid"))
     assert "of 64 integers become equal" in found.what
 
 
@@ -437,24 +435,41 @@ def test_a_cast_in_a_hook(factor: float) -> None:
     model = mlp(8, 8, 1)
     for weight in model.parameters():
         weight.register_hook(lambda gradient: (gradient * factor).half().float() / factor)  # hook
-    found = problems(trained(model, lambda: model(torch.ones(2, 8)).square().mean()))
+    found = findings(trained(model, lambda: model(torch.ones(2, 8)).square().mean()))
     if factor == 1:
         assert not found
     else:
-        assert (found[0].grade, found[0].kind, found[0].line) == ("lost", "underflow", line_of("hook"))
+        assert (found[0].grade, found[0].kind, found[0].place.line) == ("precision loss", "underflow", line_of("hook"))
 
 
-def test_the_rank_of_problems() -> None:
-    """Mistakes of the loop, then verified changes, then by grade and step."""
+def finding(grade: Grade, check: str, what: str, step: int = 0, fix: Fix | None = None) -> Finding:
+    return Finding(grade=grade, check=check, cause=Cause(what), what=what, step=step, fix=fix or Fix())
+
+
+def test_the_rank_of_findings() -> None:
+    """Errors of the loop, then verified fixes, then by grade and step."""
     report = debugging.examine(lambda: None, nn.Linear(1, 1), steps=0)
-    verified = Suggestion("x.float()", "change", True)
-    report.loop = [LoopFinding("loop note", "f", 1, "", 0, 0, "note"), LoopFinding("loop", "f", 2, "", 9, 9)]
-    report.problems = [
-        Problem("wrong", "nonfinite", "overflow", "late", step=5),
-        Problem("lost", "absorbed", "absorbed", "cured", step=6, suggestion=verified),
-        Problem("wrong", "nonfinite", "overflow", "early", step=2),
+    verified = Fix("x.float()", verified=True)
+    report.findings = [
+        finding("note", "loop order", "loop note"),
+        finding("error", "nonfinite", "late", 5),
+        finding("precision loss", "sums", "verified", 6, verified),
+        finding("error", "nonfinite", "early", 2),
+        finding("error", "loop order", "loop", 9),
     ]
-    assert [each.what for each in report.ranked()] == ["loop", "cured", "early", "late", "loop note"]
+    assert [each.what for each in report.ranked()] == ["loop", "verified", "early", "late", "loop note"]
+
+
+def test_findings_of_one_place_are_one_whatever_their_numbers() -> None:
+    """With the worse grade, and the words that belong to it."""
+    report = Report()
+    first, worse = finding("note", "zeros", "underflow"), finding("precision loss", "zeros", "underflow", 7)
+    first.place = worse.place = Place("train.py", 3, "aten::mul.Tensor")
+    worse.what = "all of a result becomes 0"
+    assert report.add(first)
+    assert not report.add(worse)
+    (found,) = report.findings
+    assert (found.grade, found.what, found.step, found.last, found.times) == (worse.grade, worse.what, 0, 7, 2)
 
 
 # --- in code
@@ -482,10 +497,9 @@ def test_examine_tries_a_change_and_restores_everything(policy: Policy | None, s
     report = debugging.examine(step, model, steps=2)
     first = report.ranked()[0]
     assert report.status == "found"
-    assert (first.grade, first.module, first.kind) == ("wrong", "0", "overflow")
-    assert first.suggestion is not None
-    assert first.suggestion.verified
-    assert first.suggestion.code.startswith(f'policy = {start}.for_modules(model, {{"0": torch.float32')
+    assert (first.grade, first.place.module, first.kind) == ("error", "0", "overflow")
+    assert first.fix.verified
+    assert first.fix.code.startswith(f'policy = {start}.for_modules(model, {{"0": torch.float32')
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -520,14 +534,14 @@ def test_the_command(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["debug", "--no-verify", "--json", "r.json", "train.py", "1e6"]) == 1
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.startswith("the end\ncertainly wrong:\ntrain.py:9, mul.Tensor: the loss is inf, in steps 0 to 5")
+    assert out.startswith("the end\nerror: train.py:9 (aten::mul.Tensor): the loss is inf in steps 0-5")
     report = json.loads(Path("r.json").read_text())
     first = report["findings"][0]
-    assert (report["kind"], report["version"], report["status"]) == ("ampkit.debugging.examination", 2, "found")
-    assert (first["rank"], first["grade"], first["file"], first["line"]) == (1, "wrong", "train.py", 9)
-    assert first["cause"] == "overflow"
+    assert (report["kind"], report["version"], report["status"]) == ("ampkit.debugging.report", 3, "found")
+    assert (first["rank"], first["grade"], first["file"], first["line"]) == (1, "error", "train.py", 9)
+    assert first["kind"] == "overflow"
     assert main(["debug", "--no-verify", "train.py", "1"]) == 0
-    assert "no fault found\nlooked at " in capsys.readouterr().out
+    assert " operators in 6 steps: no problems found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -551,12 +565,12 @@ def test_an_interrupt_prints_what_is_known(script: Path, capsys: pytest.CaptureF
     assert "train.py:9" in out
 
 
-def test_a_tool_wins_over_a_script_with_its_name(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script.rename(script.with_name("loop"))
-    assert main(["debug", "./loop", "1"]) == 0
-    assert "looked at" in capsys.readouterr().out
+def test_a_command_wins_over_a_script_with_its_name(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.rename(script.with_name("rehearse"))
+    assert main(["debug", "./rehearse", "1"]) == 0
+    assert "checked" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["debug", "loop"])  # the tool, without a script
+        main(["debug", "rehearse"])  # the command, without a script
 
 
 HELPER = """
@@ -584,7 +598,7 @@ def test_a_call_in_a_helper_names_the_line_of_the_script(script: Path, capsys: p
     assert main(["debug", "--no-verify", "--json", "r.json", "train.py"]) == 1
     first = json.loads(Path("r.json").read_text())["findings"][0]
     assert (first["file"], first["line"], first["called_from"]) == ("helper.py", 4, ["train.py", 9])
-    assert "helper.py:4 (called from train.py:9): gradients are clipped" in capsys.readouterr().out
+    assert "error: helper.py:4 (called from train.py:9): gradients are clipped" in capsys.readouterr().out
 
 
 def test_a_change_that_could_not_run_is_not_refuted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,13 +607,13 @@ def test_a_change_that_could_not_run_is_not_refuted(script: Path, monkeypatch: p
     report = json.loads(Path("r.json").read_text())
     first = report["findings"][0]
     assert (first["verified"], first["tried"]) == (False, [])
-    assert "around train.py:9" in first["advice"]
-    assert report["unseen"][-1].startswith("whether a change helps: ")
+    assert "around train.py:9" in first["fix"]
+    assert report["not_checked"][-1].startswith("whether a fix helps: ")
 
 
 def test_a_change_is_verified_in_a_fresh_process(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["debug", "--json", "r.json", "train.py", "1e6"]) == 1
     first = json.loads(Path("r.json").read_text())["findings"][0]
     assert first["verified"]
-    assert 'torch.autocast("cpu", enabled=False): around train.py:9' in first["change"]
-    assert first["evidence"].startswith("verified: ")
+    assert 'torch.autocast("cpu", enabled=False): around train.py:9' in first["fix"]
+    assert first["result"].startswith("did not recur in ")

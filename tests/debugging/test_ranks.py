@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit.debugging import detect_nonfinite
+from ampkit.debugging import Examination
 from tests.helpers.ranks import on_ranks
 
 
@@ -16,7 +16,7 @@ def step(rank: int, world: int, offender: int) -> str:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with detect_nonfinite(model, on_found="record") as report:
+    with Examination(model) as report:
         loss = model(torch.ones(2, 4)).sum()
         if rank == offender:
             loss = loss * (loss.detach() * 0).reciprocal()
@@ -30,9 +30,9 @@ def test_the_rank_to_blame(offender: int) -> None:
     reports: list[dict[str, Any]] = [json.loads(text) for text in on_ranks(step, offender)]
     made, received = reports[offender], reports[1 - offender]
     assert (made["rank"], received["rank"]) == (offender, 1 - offender)
-    assert made["findings"][0]["origin"]["op"] == "aten::reciprocal"
-    assert made["findings"][0]["cause"]["kind"] == "undefined"
-    assert received["findings"][0]["cause"]["kind"] == "received"
-    assert "received" not in [finding["cause"]["kind"] for finding in made["findings"]]  # it sent a broken value
-    assert f"rank {1 - offender}: " in received["text"]
+    assert made["findings"][0]["op"] == "aten::reciprocal"
+    assert made["findings"][0]["kind"] == "undefined"
+    assert received["findings"][0]["kind"] == "received"
+    assert "received" not in [finding["kind"] for finding in made["findings"]]  # it sent a broken value
+    assert f"rank {1 - offender}: error: " in received["text"]
     assert "received from another rank" in received["text"]

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampkit.debugging import detect_nonfinite
-from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
-from ampkit.debugging.report import Finding, Report
-from ampkit.debugging.tape import Tape
+from ampkit.debugging import Examination
+from ampkit.debugging.finding import Finding
+from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.tape import Tape
 from tests.debugging.models import MODELS, Middle, loss_of, make
 
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -142,11 +142,11 @@ def a_row_that_is_masked(x: Tensor) -> Tensor:
 def finding_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Finding:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 8), Middle(function)), torch.randn(8, 16)
-    with detect_nonfinite(model, on_found="record") as report:
+    with Examination(model) as report:
         with torch.autocast("cpu", dtype, enabled=dtype != F32):
             y = model(x)
         y.float().sum().backward()
-    return report.findings[0]
+    return report.nonfinite[0]
 
 
 @pytest.mark.parametrize(("function", "dtype"), ROUNDED)
@@ -154,9 +154,11 @@ def test_the_operator_that_rounds_is_named(function: Callable[[Tensor], Tensor],
     finding = finding_of(function, dtype)
     lines, first = inspect.getsourcelines(function)
     line = first + next(i for i, text in enumerate(lines) if "# here" in text)
-    assert finding.cause.kind == "rounded", finding
-    assert {(Path(maker.file).name, maker.line) for maker in finding.makers} == {(Path(__file__).name, line)}, finding
-    assert finding.made is finding.makers[0]
+    assert finding.kind == "rounded", finding
+    assert {(Path(maker.file).name, maker.line) for maker in finding.rounding_sources} == {
+        (Path(__file__).name, line)
+    }, finding
+    assert finding.producer is finding.rounding_sources[0]
 
 
 @pytest.mark.parametrize(("function", "dtype"), EXACT)
@@ -164,9 +166,9 @@ def test_what_is_undefined_in_exact_arithmetic_has_no_maker(
     function: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> None:
     finding = finding_of(function, dtype)
-    assert finding.cause.kind in ("undefined", "from inf"), finding
+    assert finding.kind in ("undefined", "from inf"), finding
     assert finding.cause.is_exact
-    assert finding.makers == ()
+    assert finding.rounding_sources == ()
 
 
 def test_two_makers_are_named_with_the_larger_one_first() -> None:
@@ -177,7 +179,7 @@ def test_two_makers_are_named_with_the_larger_one_first() -> None:
 
     finding = finding_of(two, F16)
     first = inspect.getsourcelines(two)[1]
-    assert [maker.line - first for maker in finding.makers] == [2, 1]
+    assert [maker.line - first for maker in finding.rounding_sources] == [2, 1]
 
 
 def test_inf_of_the_data_is_not_made_by_the_rounding_of_a_weight() -> None:
@@ -190,8 +192,8 @@ def test_inf_of_the_data_is_not_made_by_the_rounding_of_a_weight() -> None:
         return F.conv2d(images.bfloat16(), weight.bfloat16(), padding=1).float().mean() + x
 
     finding = finding_of(convolved, B16)
-    assert finding.makers == ()
-    assert finding.cause.kind in ("from inf", "arrived"), finding
+    assert finding.rounding_sources == ()
+    assert finding.kind in ("from inf", "arrived"), finding
 
 
 def test_memory_that_a_kernel_wrote_is_not_computed_again() -> None:
@@ -203,40 +205,42 @@ def test_memory_that_a_kernel_wrote_is_not_computed_again() -> None:
         return (1 - y).log() + x
 
     finding = finding_of(written, F16)
-    assert finding.makers == ()
+    assert finding.rounding_sources == ()
     assert not finding.cause.is_exact
-
-
-class Recorder(OperatorObserver[Report]):
-    """Puts a step on a tape, and keeps what each call returned."""
-
-    def __init__(self, model: nn.Module, tape: Tape) -> None:
-        super().__init__(model, Report())
-        self.tape = tape
-        self.results: dict[int, list[Tensor]] = {}
-
-    def _observe(self, call: OperatorCall, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        self.tape.ran(call, func, args, kwargs, result, {})
-        return result
 
 
 def test_a_tape_keeps_no_activations() -> None:
     """After a forward without gradients, only the small tensors of the step are left."""
     model, tape = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)), Tape()
     batch = torch.randn(64, 64)
-    with Recorder(model, tape), torch.no_grad():
+    with Observer(model, tape), torch.no_grad():
         model(batch)
     kept = [view.values.kept for index in range(9) if (call := tape.get(index)) for view in call.outputs]
+    assert kept
     assert sum(storage.nbytes() for storage in kept if storage is not None) < 10_000
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_detecting_with_a_tape_changes_nothing(name: str) -> None:
+def test_an_examination_with_a_tape_changes_nothing(name: str) -> None:
     gradients = []
-    for detects in (False, True):
+    for examines in (False, True):
         model, batch = make(name)
-        with detect_nonfinite(model) if detects else torch.enable_grad():
+        with Examination(model, on_nonfinite="raise") if examines else torch.enable_grad():
             loss_of(model(batch)).float().square().mean().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     assert all(map(torch.equal, *gradients))
+
+
+def test_the_tape_is_kept_in_every_step() -> None:
+    """A step that is not chosen for expensive checks is explained too."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    examination = Examination(model)
+    examination.chosen_step = -1
+    with examination as report:
+        for step in range(3):
+            y = model(torch.ones(2, 4)).abs() * (1e-9 if step == 2 else 1.0)
+            (y.half().float().log() * 1.0).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert report.nonfinite[0].kind == "rounded"

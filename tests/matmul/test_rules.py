@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ampkit import Policy, Rule, autocast, record_casts
-from ampkit.debugging import compare_precision
+from ampkit.debugging import Examination
 from ampkit.matmul import float8_layers
 from ampkit.matmul import float8_matmul as torch_float8
 from tests.helpers.float8 import GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, policy, same
@@ -186,6 +186,11 @@ def test_a_comparison_goes_through_the_products(rule):
         loss.backward()
         return loss
 
-    report = compare_precision(step, model)
-    assert not report.opaque
-    assert report.reference_loss == pytest.approx(model(x).square().mean().item(), rel=1e-5)
+    examination = Examination(model)
+    (precision,) = (check for check in examination._checks if check.name == "precision")
+    losses = []
+    precision._finding = lambda: losses.append(precision._losses)
+    with examination:
+        step()
+    ((_, reference),) = losses
+    assert reference == pytest.approx(model(x).square().mean().item(), rel=1e-5)

@@ -44,7 +44,7 @@ ELSEWHERE = {
     "Python and coreutils": "cached_property sha256sum",
 }
 # The kind of a report in its JSON, which is a name and no module.
-REPORT_KINDS = {"ampkit.debugging.examination", "ampkit.debugging.run"}
+REPORT_KINDS = {"ampkit.debugging.report"}
 TESTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py"))}
 GUARANTEES = ROOT / "tests" / "GUARANTEES.md"
 

@@ -36,7 +36,7 @@ def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(w
         "finite down to 2.bias; first bad: 2.weight",
         "  2.weight: 2 inf, 0 NaN of 8 (float32)",
         "  0.weight: 0 inf, 1 NaN of 12 (float32)",
-        "parameters are listed in reverse registration order; debugging.find_nonfinite locates the operator",
+        "parameters are listed in reverse registration order; debugging.examine locates the operator",
     ]
 
 

@@ -28,7 +28,8 @@ from ampkit import (
     matmul,
     optim,
 )
-from ampkit.debugging.report import NonFiniteReport, PrecisionReport
+from ampkit.debugging.finding import Report
+from ampkit.debugging.rehearsal import RehearsalReport
 from ampkit.half_precision.check_half import HalfReport
 from ampkit.policy.policy import Explanation
 from ampkit.records.cast_record import RecordedCall
@@ -166,10 +167,10 @@ def step() -> Tensor:
     return model(x).float().square().mean()
 
 
-with ampkit.debugging.detect_nonfinite(model) as report:
+with ampkit.debugging.Examination(model, on_nonfinite="raise") as report:
     step()
-assert_type(report, NonFiniteReport)
-assert_type(debugging.find_nonfinite(step, model), NonFiniteReport)
-assert_type(debugging.compare_precision(step, model), PrecisionReport)
+assert_type(report, Report)
+assert_type(debugging.examine(step, model), Report)
+assert_type(debugging.rehearse(lambda: iter([step()]), model), RehearsalReport)
 assert_type(ampkit.integrations.__all__, list[str])
 assert_type(ampkit.__version__, str)

@@ -1,0 +1,76 @@
+"""The interface of the checks: each is a class with methods for the events of a run that it needs.
+
+A check adds findings to the report when it finds them, or at the end of the run. It proposes no fix that depends on the
+run's regions or policy: `examination` adds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
+
+Add = Callable[..., None]
+"""`add(finding)`; `add(finding, skipped=True)` if a scaler skips the step because of it."""
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+class Check:
+    """One kind of problem. Override what the check needs; it may also have generators for `training_loop.EVENTS`.
+
+    Args:
+        run: the observed run.
+        add: adds a finding to the report.
+    """
+
+    name: ClassVar[str]  # `check` of its findings
+    needs_operators: ClassVar[bool] = True  # it observes operators, which takes a dispatch mode
+    is_expensive: ClassVar[bool] = False  # it is active in chosen steps only
+
+    def __init__(self, run: Observer, add: Add) -> None:
+        self.run, self.add = run, add
+        self.active = True
+
+    def opened(self, stack: ExitStack) -> None:
+        """Register hooks, which `stack` removes."""
+
+    def operator_starts(self, call: Call) -> Callable[[], None] | None:
+        """Prepare for an operator that is about to run. Return a function to call after it."""
+        return None
+
+    def operator_ran(self, call: Call) -> None:
+        """Check an operator that has just run."""
+
+    def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
+        """Check a backward that is about to run from these tensors; `scaled`: a scaler scaled the loss."""
+
+    def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
+        """Check an optimizer that is about to step."""
+
+    def step_ended(self, optimizer: Optimizer | None, *, complete: bool = True) -> None:
+        """Check a step that has ended; without an optimizer a scaler skipped it, or the run has ended.
+
+        `complete` is False if an exception ended it.
+        """
+
+    def step_chosen(self, chosen: bool) -> None:
+        """Begin a step, which is or is not chosen for expensive checks."""
+        self.active = chosen or not self.is_expensive
+
+    def ended(self) -> None:
+        """Add what was found in the whole run, which has ended."""
+
+    def not_checked(self) -> list[str]:
+        """Return in words what could not be checked, and why."""
+        return []
+
+
+def overridden(checks: Sequence[Check], name: str) -> list[Any]:
+    """Return the methods of this name of the checks that have one of their own."""
+    return [getattr(each, name) for each in checks if getattr(type(each), name) is not getattr(Check, name)]

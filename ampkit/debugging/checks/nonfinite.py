@@ -1,0 +1,361 @@
+"""Where inf and NaN begin: the first operator whose inputs were finite and whose result was not.
+
+Values that later operators mask, such as a mask of -inf, are not errors. A gradient that overflows only because of the
+loss scale is in `Report.skipped`: the scaler skips that step.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampkit.debugging.checks import causes
+from ampkit.debugging.checks.check import Add, Check
+from ampkit.debugging.checks.data import Data
+from ampkit.debugging.checks.origins import Event, Origin, find_origins, masked
+from ampkit.debugging.checks.replay import explain, maker_of_zero
+from ampkit.debugging.finding import Cause, Finding, Operand
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_facts import item_of, readable, tensors_in
+from ampkit.debugging.observe.storage_map import StorageMap
+from ampkit.debugging.observe.tensor_values import (
+    described,
+    extremes,
+    is_nonfinite,
+    nonfinite_elements,
+    nonfinite_kinds,
+)
+from ampkit.debugging.torch_private import is_opaque
+from ampkit.dtypes import dtype_name
+
+_MAX_EXPLAINED = 2  # replays of the operator of one line: an inf that is masked occurs in each step
+
+
+class _Input(NamedTuple):
+    """A tensor argument of an operator call."""
+
+    before: Tensor  # its values as they were before the call
+    tensor: Tensor
+    writers: tuple[int, ...] | None  # the events that wrote it; None: it was there before the step
+
+
+class NonFinite(Check):
+    """Follows inf and NaN from the operator where they begin to a loss, gradient, parameter or result."""
+
+    name = "nonfinite"
+
+    def __init__(self, run: Observer, add: Add) -> None:
+        super().__init__(run, add)
+        self._data = Data(run)
+        self._events: dict[int, Event] = {}  # of this step: the non-finite ones, and those that read them
+        self._writers: StorageMap[tuple[int, ...]] = StorageMap()  # by storage: the events that wrote it
+        self._explained: dict[tuple[str, str, int, str], int] = {}  # how often a replay explained an operator's inf
+        self._next = 0  # index of the next event
+        self._skipped: set[int] = set()  # the non-finite events of the last step that a scaler skipped
+
+    def opened(self, stack: ExitStack) -> None:
+        self._data.opened(stack)
+
+    def operator_ran(self, call: Call) -> None:
+        facts = call.facts
+        if call.starts_backward:
+            for index in self._writers_of(call.tensors[0]) or ():
+                if index in self._events:
+                    self._events[index].shows = "loss"
+        read: list[Tensor] = [] if facts.shape_only else list(call.tensors)
+        if facts.overwrites:
+            written = facts.written(call.args, call.kwargs)
+            read = [tensor for tensor in read if not any(tensor is other for other in written)]
+        inputs = [_Input(call.before.get(id(each), each), each, self._writers_of(each)) for each in read]
+        indices = {index for each in inputs for index in each.writers or () if index in self._events}
+        if not call.outputs:  # a comparison, an index, or a number on the host
+            indices = {index for index in indices if not self._events[index].scalar}  # loops often check a loss
+            if indices and isinstance(call.result, Tensor) and call.result.dtype is torch.bool:
+                self._add_event(Event(self._next, call.phase, tuple(indices)))
+            return
+        event = Event(
+            self._next, call.phase, tuple(indices), scalar=all(output.numel() == 1 for output in call.outputs)
+        )
+        self._next += 1
+        if facts.is_given:
+            return  # an operator that reads it finds a tensor that was there before
+        for output in call.outputs:
+            self._note_writer(output, event.index, call)
+        if facts.uninitialized or facts.communicates:
+            # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
+            finding = self._begin_finding(event, call, call.outputs[0])
+            finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
+            return
+        for low, high in call.ranges:
+            event.note_range(low, high)
+        if event.broken:
+            self._explain(event, call, inputs)
+        elif indices:
+            self._events[event.index] = event  # it may mask a non-finite value
+
+    def step_ended(self, optimizer: Any, *, complete: bool = True) -> None:
+        if optimizer is None and complete:
+            self._skipped = {index for index, event in self._events.items() if event.broken}
+        try:
+            if any(event.broken for event in self._events.values()):
+                self._note_gradients()
+                self._add_findings(complete)
+        finally:
+            self._events.clear()
+
+    def _add_findings(self, complete: bool) -> None:
+        """Turn the events of a step into findings."""
+        origins = find_origins(self._events, complete=complete)
+        found = [(origin, self._finding(origin)) for origin in origins]
+        is_scaled = {id(finding): origin.only_gradients and _scaler_helps(finding) for origin, finding in found}
+        overflows = any(is_scaled.values())
+        for origin, finding in found:
+            # An inf that a smaller scale avoids may become NaN later in backward: the next step shows the rest.
+            if is_scaled[id(finding)]:
+                self.add(finding, skipped=True)
+            elif not (overflows and origin.only_gradients):
+                self.add(finding)
+        # In a step that an exception ended, a value that nothing has read yet is not masked either.
+        for event in masked(self._events, origins if complete else find_origins(self._events)):
+            assert event.finding is not None
+            cause = event.rounded or event.finding.cause
+            what = f"a result is {event.values}, which a later operator masks"
+            self.add(replace(event.finding, grade="note", what=what, cause=cause, inputs=(), step=self.run.step))
+
+    def _finding(self, origin: Origin) -> Finding:
+        """Return the finding of an origin."""
+        event, symptom = origin.event, origin.symptom
+        assert event.finding is not None
+        assert symptom.finding is not None
+        finding = replace(event.finding, step=self.run.step, scale=self.run.scale, nonfinite=event.nonfinite)
+        cause = finding.cause
+        if event.rounded is not None:
+            finding.cause, finding.producer = event.rounded, finding.rounding_sources[0]
+        elif cause.kind == "undefined" and finding.place.backward_of:
+            text = causes.advice_for(finding.place.op, finding.place.backward_of)[0] or cause.text
+            finding.cause = replace(cause, text=text)
+        elif cause.kind == "constant":
+            finding.cause = replace(cause, text=f"{event.values} is written explicitly in the code")
+        elif cause.kind == "from inf" and origin.constant is not None:
+            assert origin.constant.finding is not None
+            finding.producer = origin.constant.finding.place
+        if cause.kind != "arrived":
+            finding.parameter = symptom.finding.parameter
+        finding.what = _symptom(symptom)
+        finding.unused = not origin.is_used
+        if finding.unused and finding.kind == "undefined":
+            finding.grade = "note"  # NeRF's disparity where no ray hits is 0/0
+        if finding.place.phase == "scaler" and event.scalar and not event.inputs and finding.kind != "arrived":
+            finding.grade = "note"
+            text = f"the loss scale has fallen to {self.run.scale or 0.0:.3g}, and its inverse is not finite"
+            finding.cause = replace(finding.cause, text=text)
+        if finding.kind == "arrived" and not finding.parameter:
+            finding.check = "data"
+        return finding
+
+    def _note_gradients(self) -> None:
+        """Note which events wrote the gradients of parameters, even if a later event has read them."""
+        for name, parameter in [pair for root in self.run.modules.roots() for pair in root.named_parameters()]:
+            if parameter.grad is None or is_opaque(parameter.grad):
+                continue
+            for index in self._writers_of(parameter.grad) or ():
+                event = self._events.get(index)
+                if event is not None and event.broken:
+                    assert event.finding is not None
+                    event.shows = event.shows or "gradient"
+                    event.finding.parameter = event.finding.parameter or name
+
+    # --- the operators that wrote a tensor
+
+    def _writers_of(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """Return the events that wrote a tensor of floats; None for a tensor that was there before."""
+        return self._writers.get(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
+
+    def _note_writer(self, tensor: Tensor, index: int, call: Call) -> None:
+        """Note the event that wrote a tensor; a write to a part of a storage adds to the writers of the rest."""
+        earlier: tuple[int, ...] = ()
+        if call.facts.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
+            earlier = tuple(writer for writer in self._writers_of(tensor) or () if writer in self._events)
+        self._writers.set(tensor, (*earlier, index))
+
+    def _add_event(self, event: Event) -> None:
+        self._events[event.index] = event
+        self._next += 1
+
+    def _begin_finding(self, event: Event, call: Call, tensor: Tensor) -> Finding:
+        """Keep an event until the end of the step, and begin its finding."""
+        backwards = self.run.backwards
+        event.finding = Finding(
+            grade="error",
+            check=self.name,
+            cause=causes.PASSED_ON,
+            what="",
+            place=self.run.place(call, tensor),
+            device=tensor.device.type,
+            micro_batch=backwards + 1 if call.phase == "forward" else max(1, backwards),
+        )
+        self._events[event.index] = event
+        return event.finding
+
+    def _arrive(self, tensor: Tensor, call: Call) -> tuple[int, ...]:
+        """Add an event for a tensor from before the step that a call reads; no event if it cannot be read."""
+        if next(readable([tensor]), None) is None:
+            return ()
+        event = Event(self._next, "before")
+        self._next += 1
+        self._writers.set(tensor, (event.index,))
+        finding = self._begin_finding(event, call, tensor)
+        finding.place = replace(finding.place, index=-1, op="", phase="before", backward_of="")
+        finding.parameter = self.run.name_of(tensor)
+        finding.cause = Cause("arrived", "it was there before the step")
+        event.note_range(*extremes(tensor))
+        if event.broken and not finding.parameter:
+            finding.cause = self._data.cause(tensor, event.values)
+        return (event.index,)
+
+    # --- why a result is not finite
+
+    def _explain(self, event: Event, call: Call, inputs: list[_Input]) -> None:
+        """Set the cause of a non-finite result."""
+        outputs, before = call.outputs, call.arguments()
+        finding = self._begin_finding(event, call, outputs[0])
+        self._note_parameter(event, call)
+        if any(index in self._skipped for each in inputs for index in each.writers or ()):
+            finding.cause = causes.SKIPPED
+            return
+        if call.facts.literal or causes.writes_nonfinite(before):
+            finding.cause = causes.CONSTANT
+            return
+        first = next(i for i, (low, high) in enumerate(call.ranges) if not math.isfinite(high - low))
+        finding.elements = nonfinite_elements(outputs[first])
+        if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            before, outputs = item_of(before, first, len(outputs)), [outputs[first]]
+        arguments = {id(tensor) for tensor in tensors_in(before)}
+        inputs = [each for each in inputs if id(each.before) in arguments]
+        kinds: set[str] = set()  # of the inputs
+        for each in inputs:
+            if next(readable([each.before]), None) is None:
+                continue
+            low, high = extremes(each.before)
+            if not math.isfinite(high - low):
+                kinds |= nonfinite_kinds(low, high)
+                event.inputs += self._blamed(each, low, high, call, event.index)
+        is_new = call.phase == "forward" and kinds == {"-inf"} and "inf" in event.broken  # next to a mask
+        if "nan" in kinds or (kinds and "nan" not in event.broken and not is_new):
+            return  # passed on
+        finding.inputs = tuple(
+            Operand(
+                dtype_name(each.before.dtype),
+                described(each.before, "" if each.writers else self.run.name_of(each.tensor)),
+            )
+            for each in inputs
+            if each.before.numel() and not is_opaque(each.before) and each.before.dtype is not torch.bool
+        )
+        args, kwargs = before
+        is_new &= "nan" not in event.broken
+        assert call.func is not None
+        cause = causes.find_cause(call.func, call.facts, args, kwargs, outputs, from_inf=bool(kinds) and not is_new)
+        if is_new and cause.kind not in ("overflow", "intermediate"):
+            return  # passed on with another sign
+        finding.cause = cause
+        event.is_auxiliary = math.isfinite(sum(call.ranges[0]))
+        event.is_mask = _is_mask(call, cause)
+        place = (call.facts.name, *finding.place.site, call.phase)
+        known = self._explained.get(place, 0)
+        if cause.kind in ("undefined", "from inf") and known < _MAX_EXPLAINED:
+            self._explained[place] = known + 1
+            self._replay(event, call)
+        text = "" if event.is_mask else self._data.blamed(call, cause.kind)
+        if text:
+            finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {text}", is_of_data=True)
+
+    def _replay(self, event: Event, call: Call) -> None:
+        """Find the calls that rounded the operands of a call that is undefined for them."""
+        tape, finding = self.run.tape, event.finding
+        if tape is None:
+            return
+        assert finding is not None
+        explanation = explain(tape, call.index)
+        finding.rounding_sources = tuple(
+            replace(self.run.place(maker.call), dtype=dtype_name(maker.dtype)) for maker in explanation.makers
+        )
+        if explanation.makers:
+            event.rounded = Cause("rounded", explanation.text, is_number=explanation.is_number)
+            return
+        finding.cause = replace(finding.cause, is_exact=explanation.exact)
+        if finding.cause.kind == "undefined":
+            zero = maker_of_zero(tape, call.index)
+            finding.producer = None if zero is None else self.run.place(zero)
+
+    def _blamed(self, argument: _Input, low: float, high: float, call: Call, reader: int) -> tuple[int, ...]:
+        """Return the event to blame for a non-finite input; none if a writer is known to be non-finite already."""
+        writers = [self._events[index] for index in argument.writers or () if index in self._events]
+        if any(writer.broken for writer in writers):
+            return ()
+        for writer in writers:
+            if writer.kind in ("uninitialized", "received"):
+                assert writer.finding is not None
+                writer.note_range(low, high)
+                if any(index in self._events and self._events[index].broken for index in writer.inputs):
+                    writer.finding.cause = causes.PASSED_ON  # this rank sent a non-finite value itself
+                return (writer.index,)
+        latest = self._writers.get(argument.tensor)
+        arrived = self._arrive(argument.tensor, call)
+        for index in arrived:
+            self._events[index].note_range(low, high)
+        if latest is not None and reader in latest:
+            self._writers.set(argument.tensor, latest)  # the call writes it in place: its values are now the call's
+        return arrived
+
+    def _note_parameter(self, event: Event, call: Call) -> None:
+        """Note the first non-finite parameter or buffer that a call writes, or whose gradient a scaler writes."""
+        if not (call.facts.mutable or call.facts.undeclared_writes):
+            return
+        assert event.finding is not None
+        buffers = {id(buffer) for root in self.run.modules.roots() for buffer in root.buffers()}
+        for output in filter(is_nonfinite, call.outputs):
+            if call.phase == "scaler":
+                event.finding.parameter = self.run.name_of(output).removesuffix(".grad")
+                return
+            if output.is_leaf and (output.requires_grad if call.facts.mutable else id(output) in buffers):
+                event.shows = "parameter" if call.facts.mutable else "buffer"
+                event.finding.parameter = self.run.name_of(output)
+                return
+
+
+def _scaler_helps(finding: Finding) -> bool:
+    """Return whether a smaller loss scale avoids a finding, as while a scaler's scale settles."""
+    cause, scale = finding.cause, finding.scale
+    if scale is None or finding.place.phase != "backward":
+        return False
+    if cause.kind == "overflow" and cause.value is not None and cause.limit is not None:
+        return cause.value / scale <= cause.limit
+    return cause.kind in ("intermediate", "received", "unknown")
+
+
+def _is_mask(call: Call, cause: Cause) -> bool:
+    """Return whether an inf is a number of the code that the dtype cannot hold, such as the -9e15 of a mask."""
+    if cause.kind != "overflow" or cause.limit is None or any(each.requires_grad for each in call.tensors):
+        return False
+    return any(abs(number) > cause.limit for number in call.numbers)
+
+
+def _symptom(event: Event) -> str:
+    """Return the symptom in the user's words: a loss, parameter, gradient or result, and its non-finite values."""
+    assert event.finding is not None
+    name = event.finding.parameter
+    if event.shows == "loss":
+        subject = "the loss"
+    elif event.shows in ("parameter", "buffer"):
+        subject = f"{event.shows} {name or '?'}"
+    elif event.shows == "gradient" or event.phase in ("backward", "scaler"):
+        subject = f"the gradient of {name or 'an input'}"
+    else:
+        subject = "a result" if event.scalar else "a tensor that nothing reads"
+    return f"{subject} is {event.values}"

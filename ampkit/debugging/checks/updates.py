@@ -1,0 +1,236 @@
+"""Parameters that do not learn: without a gradient, with a gradient of 0, or with updates that are rounded away."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampkit.debugging.checks.check import Add, Check
+from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_facts import item_of, tensors_in
+from ampkit.debugging.observe.rerun import exact_results, run_in_float64
+from ampkit.debugging.observe.storage_map import StorageMap
+from ampkit.debugging.observe.training_loop import calling_place
+from ampkit.debugging.torch_private import is_opaque, storage_key
+from ampkit.dtypes import SIXTEEN_BIT
+
+_MIN_STEPS = 3  # steps before a finding
+_MAX_ELEMENTS = 1 << 16  # the most elements of a parameter that are checked
+
+
+class _Zeros(NamedTuple):
+    """The operator that first returned nothing but zeros, although its inputs had others."""
+
+    place: Place
+    rounded: bool  # the exact result is not 0
+    counts: bool  # it is more than rounding of the loss in float32
+
+
+class _Optimizer:
+    """The gradients and updates of one optimizer."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.without: dict[Tensor, str] | None = None  # parameters that never had a gradient; None before a step
+        self.zero: dict[Tensor, _Zeros | None] = {}  # parameters whose gradient was 0 in each step
+        self.place = Place()
+
+
+class _Update:
+    """The updates of one parameter in 16 bits: products of executed and exact updates, over all checked steps."""
+
+    def __init__(self) -> None:
+        self.executed = self.exact = 0.0
+        self.steps: set[int] = set()
+        self.has_masters = False  # it is overwritten with a tensor that the optimizer keeps
+        self.op = ""
+
+    @property
+    def lost(self) -> float:
+        """The fraction that is rounded away; 0 if rounding is right in the mean."""
+        return max(0.0, 1.0 - self.executed / self.exact) if self.exact and not self.has_masters else 0.0
+
+
+class Updates(Check):
+    """Follows zeros through backward, and compares each write of a 16-bit parameter with the same in float64."""
+
+    name = "updates"
+
+    def __init__(self, run: Observer, add: Add) -> None:
+        super().__init__(run, add)
+        self._zeros: StorageMap[_Zeros] = StorageMap()
+        self._optimizers: dict[Any, _Optimizer] = {}
+        self._stepping: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # 16-bit parameters, with their last values
+        self._updates: dict[Tensor, _Update] = {}
+        self._sources: StorageMap[int] = StorageMap()  # tensors that were copied to a parameter, and in which step
+        self._place = Place()
+
+    # --- gradients that are 0
+
+    def operator_ran(self, call: Call) -> None:
+        if call.phase == "optimizer" and call.facts.mutable and self._stepping:
+            for index, output in enumerate(call.outputs):
+                if _key(output) in self._stepping:
+                    self._note_update(call, index, output)
+        if call.phase == "backward":
+            self._follow_zeros(call)
+
+    def _follow_zeros(self, call: Call) -> None:
+        for output, (low, high) in zip(call.outputs, call.ranges, strict=False):
+            if low != 0 or high != 0:
+                if call.facts.mutable:
+                    self._zeros.discard(output)
+                continue
+            known = next((zeros for zeros in map(self._zeros_of, call.tensors) if zeros is not None), None)
+            if known is None:
+                known = _Zeros(self.run.place(call, output), *self._is_rounded(call))
+            self._zeros.set(output, known)
+
+    def _zeros_of(self, tensor: Tensor) -> _Zeros | None:
+        return None if is_opaque(tensor) else self._zeros.get(tensor)
+
+    def _is_rounded(self, call: Call) -> tuple[bool, bool]:
+        """Return whether the exact result is not 0, and whether it is more than rounding of the loss."""
+        if not any(tensor.dtype in SIXTEEN_BIT for tensor in call.tensors) and "_to_copy" not in call.facts.name:
+            return False, False
+        if call.facts.communicates or call.facts.opaque_state or call.facts.random:
+            return False, False
+        size = sum(float(exact.abs().sum()) for exact in exact_results(call))
+        loss = abs(self.run.last_loss) * (self.run.scale or 1.0)
+        # A gradient that is 0 but for rounding in float32 is about a millionth of the loss, and not far less.
+        return size > 0, size > 1e-5 * loss or 0 < size < 1e-20 * loss
+
+    def step_starts(self, optimizer: Any, closure: bool) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+            return
+        state = self._optimizers.setdefault(optimizer, _Optimizer())
+        state.place = calling_place()
+        first = state.without is None
+        state.steps += 1
+        without = state.without or {}
+        state.without = {p: "" for p in parameters if p.grad is None and (first or p in without)}
+        state.zero = {
+            p: self._zeros.get(p.grad)
+            for p in (parameters if first else list(state.zero))
+            if p.grad is not None and type(p.grad) is Tensor and not is_opaque(p.grad) and not p.grad.any()
+        }
+        # ampkit's own optimizers write weights in one kernel, which compensates for rounding.
+        if (state.steps < 10 or state.steps % 10 == 0) and not type(optimizer).__module__.startswith("ampkit"):
+            chosen = [p for p in parameters if p.grad is not None and p.dtype in SIXTEEN_BIT]
+            plain = [p for p in chosen if type(p) in (Tensor, Parameter) and not is_opaque(p) and p.numel()]
+            self._stepping = {_key(p): (p, _sample(p).clone()) for p in plain}
+            self._place = state.place
+
+    # --- updates that are rounded away
+
+    def _note_update(self, call: Call, index: int, output: Tensor) -> None:
+        """Compare a write of a parameter with the same in float64."""
+        parameter, start = self._stepping[_key(output)]
+        value = _sample(output).clone()
+        self._stepping[_key(output)] = parameter, value
+        args, kwargs = call.arguments()
+        if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            args, kwargs = item_of((args, kwargs), index, len(call.outputs))
+        update = self._updates.setdefault(parameter, _Update())
+        exact: Tensor | None = None
+        if call.facts.base.removeprefix("_foreach_") == "copy":
+            exact = tensors_in(args)[-1]
+            if not is_opaque(exact):
+                update.has_masters |= self._sources.get(exact) not in (None, self.run.step)
+                self._sources.set(exact, self.run.step)
+        elif call.func is not None:
+            with contextlib.suppress(Exception):  # operators without float64 raise many kinds of errors
+                exact = next(iter(run_in_float64(call.func, call.facts, args, kwargs)), None)
+        if exact is None or exact.shape != output.shape or start.shape != value.shape:
+            return
+        wanted, executed = _sample(exact).double() - start.double(), value.double() - start.double()
+        update.exact += float(wanted.square().sum())
+        update.executed += float((executed * wanted).sum())
+        update.steps.add(self.run.step)
+        update.op = update.op or call.facts.name
+
+    def step_ended(self, optimizer: Any, *, complete: bool = True) -> None:
+        self._stepping = {}
+
+    # --- findings
+
+    def ended(self) -> None:
+        for state in self._optimizers.values():
+            if state.steps >= _MIN_STEPS:
+                self._add_gradients(state)
+        updates = {p: each for p, each in self._updates.items() if len(each.steps) >= _MIN_STEPS}
+        lost = sum(each.lost for each in updates.values()) / max(1, len(updates))
+        if lost <= 0.2:
+            return
+        parameter, most = max(updates.items(), key=lambda item: item[1].lost)
+        name = self.run.name_of(parameter) or "a parameter"
+        why = f"{most.lost:.0%} of the update of {name} is below half a unit in the last place"
+        place = Place(*self._place.site, op=most.op, phase="optimizer")
+        self.add(
+            Finding(
+                grade="precision loss" if lost > 0.3 or most.lost > 0.5 else "note",
+                check=self.name,
+                cause=Cause("update rounded away", why),
+                what=f"{lost:.0%} of the optimizer's updates of 16-bit weights are rounded away",
+                place=place,
+                fix=Fix("keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"),
+                last=self.run.step - 1,
+            )
+        )
+
+    def _add_gradients(self, state: _Optimizer) -> None:
+        """Add the parameters whose gradients were 0 or missing in each step."""
+        rounded = {p: zeros for p, zeros in state.zero.items() if zeros is not None and zeros.rounded}
+        for p, zeros in rounded.items():
+            finding = Finding(
+                grade="precision loss" if zeros.counts else "note",
+                check=self.name,
+                cause=Cause("underflow", f"rounding to {zeros.place.dtype} makes all of it 0"),
+                what=f"the gradient of {self.run.name_of(p) or 'a parameter'} is 0",
+                place=zeros.place,
+                last=self.run.step - 1,
+            )
+            finding.fix = Fix("scale the loss: ampkit.GradScaler, or compute this in float32")
+            if zeros.place.dtype == "bfloat16":  # has the range of float32
+                text = (
+                    "keep these numbers above 1e-38, the bfloat16 minimum: another scale, or products in another order"
+                )
+                finding.fix = Fix(text)
+            self.add(finding)
+        exact = [p for p in state.zero if p not in rounded]
+        for parameters, what, kind in (
+            (exact, "is exactly 0", "zero gradient"),
+            (list(state.without or ()), "is missing", "no gradient"),
+        ):
+            if not parameters:
+                continue
+            names = [self.run.name_of(p) or "a parameter" for p in parameters]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            finding = Finding(
+                grade="note",
+                check=self.name,
+                cause=Cause(kind),
+                what=f"the gradient of {', '.join(names[:3])}{more} {what}",
+                last=self.run.step - 1,
+            )
+            origin = state.zero.get(parameters[0])
+            if origin is not None:
+                finding.place = origin.place
+                finding.cause = Cause(kind, f"{origin.place.operator} returns only zeros, in float64 too")
+            self.add(finding)
+
+
+def _key(tensor: Tensor) -> tuple[int, int]:
+    return storage_key(tensor), int(tensor.storage_offset())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return evenly spaced elements of a tensor that is not empty."""
+    return tensor.detach().flatten()[:: math.ceil(tensor.numel() / _MAX_ELEMENTS)]

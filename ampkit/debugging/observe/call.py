@@ -1,0 +1,58 @@
+"""One call of an operator, as the checks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ampkit.containers import map_tensors
+from ampkit.debugging.observe.call_sites import Caller, ModuleCall
+from ampkit.debugging.observe.operator_facts import OperatorFacts
+from ampkit.debugging.torch_private import OpOverload
+
+Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an operator. Its arguments and results are there while it runs and the checks look at it."""
+
+    index: int  # in the order of execution, over all steps
+    facts: OperatorFacts
+    phase: Phase
+    module: ModuleCall | None  # the innermost module that runs
+    caller: Caller
+    backward_number: int | None = None  # in backward: the node's sequence number, equal to its forward operator's
+    numbers: tuple[float, ...] = ()  # Python floats among its arguments
+    func: OpOverload | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tensors: Sequence[Tensor] = ()  # among its arguments
+    before: dict[int, Tensor] = field(default_factory=dict)  # copies of the tensors that it writes, by identity
+    result: Any = None
+    outputs: list[Tensor] = field(default_factory=list)  # the results that can be read
+    ranges: Sequence[tuple[float, float]] = ()  # their smallest and largest values, unless these mean nothing yet
+
+    @property
+    def site(self) -> tuple[int, int]:
+        """The code object and the instruction that call it."""
+        return id(self.caller.code), self.caller.instruction
+
+    @property
+    def starts_backward(self) -> bool:
+        """Whether it makes the gradient of a loss, its argument, that backward starts with."""
+        return self.facts.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
+
+    def arguments(self) -> Any:
+        """Return its arguments as they were before it ran."""
+        if not self.before:
+            return self.args, self.kwargs
+        return map_tensors((self.args, self.kwargs), lambda each: self.before.get(id(each), each))
+
+    def release(self) -> None:
+        """Drop all tensors."""
+        self.func, self.args, self.kwargs, self.tensors, self.before = None, (), {}, (), {}
+        self.result, self.outputs = None, []

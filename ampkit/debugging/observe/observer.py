@@ -1,0 +1,339 @@
+"""Observes every operator and step of a run, and reports them to the checks, with the caller and the state of the step.
+
+An `Observer` is a dispatch mode below autograd, so it sees operators after a region's casts. The region's own mode is
+not affected. Compiled functions run eagerly meanwhile, since their operators could not be seen otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ampkit.debugging.finding import Place
+from ampkit.debugging.observe.call import Call, Phase
+from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
+from ampkit.debugging.observe.operator_facts import OperatorFacts, facts_of, readable, tensors_in
+from ampkit.debugging.observe.tape import Tape
+from ampkit.debugging.observe.tensor_values import extremes
+from ampkit.debugging.observe.training_loop import TrainingLoop
+from ampkit.debugging.torch_private import (
+    FakeTensor,
+    ObserverMode,
+    OpOverload,
+    current_node,
+    is_opaque,
+    next_sequence_number,
+    node_sequence_number,
+    storage_key,
+    without_dispatch,
+)
+from ampkit.dispatch.weight_cache import invalidate_casts
+from ampkit.dtypes import dtype_name
+
+
+class _Thread(threading.local):
+    """The last autograd sequence number that was seen in a thread."""
+
+    def __init__(self) -> None:
+        self.number = next_sequence_number() - 1
+
+
+class Observer(ObserverMode):
+    """Context in which the operators of a thread and of its backward threads are observed, except for views.
+
+    Operators inside the functions that it calls are not observed.
+
+    Args:
+        model: module whose submodules are named by their paths; None takes the outermost modules that run.
+        tape: records the operators of each step; None: none.
+        needs_operators: False observes the calls of the loop only, and enters no dispatch mode.
+        from_step: number of the first iteration whose operators are observed.
+    """
+
+    def __init__(
+        self, model: Module | None, tape: Tape | None = None, *, needs_operators: bool = True, from_step: int = 0
+    ) -> None:
+        super().__init__()
+        if model is not None and not isinstance(model, Module):
+            raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
+        self.modules = ModuleCalls(model)
+        self.loop = TrainingLoop()
+        self.loop.silently, self.loop.step_starts, self.loop.step_ended = self.silently, self._starts, self._ended
+        self.tape = tape
+        self.first_step = from_step
+        self.begun = False  # operators are observed
+        self.paused = False  # they are not, for a while: they belong to a check
+        self.compiled = False  # compiled functions ran
+        self.scale: float | None = None  # the loss scale, if a scaler takes part
+        self.losses: dict[tuple[str, int], dict[int, float]] = {}  # unscaled, by line of backward and by step
+        self.last_loss = 0.0
+        self.backwards = 0  # calls of backward in this step
+        self.step = 0  # iterations that have ended
+        self.count = 0  # operators seen
+        self.computed = False  # the step has computed something that counts, see `_run`
+        self.operator_starts: list[Callable[[Call], Callable[[], None] | None]] = []
+        self.operator_ran: list[Callable[[Call], None]] = []
+        self.on_state: Callable[[Any], object] = lambda owner: None  # called before an optimizer or a scaler changes
+        self.on_step_starts: Callable[[Any, bool], None] = lambda optimizer, closure: None
+        self.on_step_ended: Callable[[Any], None] = lambda optimizer: None
+        self.on_step_counted: Callable[[], None] = lambda: None  # the next step begins
+        self._needs_operators = needs_operators
+        self._optimizer: Any = None
+        self._backward_seen = self._unscaled = False
+        self._skipped_steps = 0  # those of the loop that were processed
+        self._forward: dict[int, Call] = {}  # by sequence number, of this step and of the last one
+        self._forward_before: dict[int, Call] = {}
+        self._thread = _Thread()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Observer:
+        with ExitStack() as stack:
+            stack.enter_context(self.loop)
+            if self.first_step == 0:
+                self._begin(stack)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Observe operators from now on; before, only steps are counted."""
+        self.begun = True
+        if not self._needs_operators:
+            return
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._note_compiled(stack)
+        stack.enter_context(self.modules.followed())
+        self._thread = _Thread()
+        super().__enter__()
+        stack.callback(super().__exit__, None, None, None)
+        invalidate_casts()  # casts in a cache are made again, so that they are observed
+
+    def _note_compiled(self, stack: ExitStack) -> None:
+        """Note calls of compiled functions: each of them gets its callback from the stance."""
+        eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+        inner = getattr(eval_frame, "_callback_from_stance", None)
+        if inner is None:
+            return
+
+        def callback_from_stance(callback: Any) -> Any:
+            self.compiled |= callable(callback)
+            return inner(callback)
+
+        eval_frame._callback_from_stance = callback_from_stance
+        stack.callback(setattr, eval_frame, "_callback_from_stance", inner)
+
+    @contextmanager
+    def silently(self) -> Iterator[None]:
+        """A context in which operators are not observed."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    # --- places and names
+
+    def place(self, call: Call, result: Tensor | None = None) -> Place:
+        """Return the place of a call, with dtype and shape of a result."""
+        module, (file, line), backward_of = call.module, call.caller.line(), ""
+        forward = self._forward_of(call) if call.phase == "backward" else None
+        if forward is not None:
+            module, backward_of = forward.module, forward.facts.name
+            if call.caller.outside or not line:
+                file, line = forward.caller.line()
+        return Place(
+            file=file,
+            line=line,
+            op=call.facts.name,
+            module="" if module is None else module.name,
+            phase=call.phase,
+            backward_of=backward_of,
+            call=0 if module is None else module.number,
+            index=call.index,
+            dtype="" if result is None else dtype_name(result.dtype),
+            shape=() if result is None else tuple(result.shape),
+        )
+
+    def forward_with(self, number: int) -> Call | None:
+        """Return the forward operator with an autograd sequence number."""
+        return self._forward.get(number) or self._forward_before.get(number)
+
+    def _forward_of(self, call: Call) -> Call | None:
+        """Return the forward operator of one of backward; of a custom function, the first operator of its forward."""
+        return None if call.backward_number is None else self.forward_with(call.backward_number)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a parameter, a buffer or a gradient; "" for other tensors."""
+        if is_opaque(tensor):
+            return ""
+        key = storage_key(tensor)
+        for root in self.modules.roots():
+            for name, named in (*root.named_parameters(), *root.named_buffers()):
+                if not is_opaque(named) and storage_key(named) == key:
+                    return name
+                if named.grad is not None and not is_opaque(named.grad) and storage_key(named.grad) == key:
+                    return f"{name}.grad"
+        return ""
+
+    def state_name(self, tensor: Tensor) -> tuple[str, str]:
+        """Return the owner of a tensor and its name: the state of an optimizer, a parameter or buffer, or neither."""
+        key = storage_key(tensor)
+        for optimizer in self.loop.optimizers:
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor) and not is_opaque(value) and storage_key(value) == key:
+                        return "the optimizer's state", f"{name} of {self.name_of(parameter) or 'a parameter'}"
+        return self.name_of(tensor) or "a tensor", "it"
+
+    # --- operators
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if types and any(cls is not Tensor and cls is not Parameter for cls in types):
+            if FakeTensor in types:
+                return func(*args, **kwargs)
+            return NotImplemented  # a tensor subclass dispatches the operators on its parts, which are observed
+        if self.paused:
+            return func(*args, **kwargs)
+        facts = facts_of(func)
+        if facts.composite:  # in inference mode no key above has decomposed it
+            super().__enter__()  # so that the operators inside it are observed
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
+        number = next_sequence_number() - 1
+        moved = number != self._thread.number
+        if facts.is_view and not moved:
+            return func(*args, **kwargs)
+        call = self._describe(facts, 3)
+        if moved:
+            self._thread.number = number
+            self._forward[number] = call
+        if facts.is_view:
+            return func(*args, **kwargs)
+        self.count += 1
+        tensors = tensors_in((args, kwargs) if kwargs else args)
+        if any(map(is_opaque, tensors)):
+            return func(*args, **kwargs)
+        call.numbers = tuple([argument for argument in (*args, *kwargs.values()) if type(argument) is float])
+        call.func, call.args, call.kwargs, call.tensors = func, args, kwargs, tensors
+        if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
+            self._note_scale()
+        if self._was_skipped(call):
+            self._step_ended(None)
+        try:
+            return self._run(call)
+        finally:
+            call.release()
+
+    def _run(self, call: Call) -> Any:
+        """Run an operator once, and report it."""
+        facts, args, kwargs = call.facts, call.args, call.kwargs
+        # After the last step a loop may print a loss or an average: operators outside of modules begin no new step.
+        self.computed |= call.phase == "backward" or (
+            call.phase == "forward" and (call.module is not None or self.step == 0)
+        )
+        buffers = facts.buffers(args, kwargs)
+        if not facts.overwrites and not facts.communicates and (facts.writes or buffers):
+            call.before = {id(tensor): tensor.clone() for tensor in (*facts.written(args, kwargs), *buffers)}
+        ends = [end for starts in self.operator_starts if (end := starts(call)) is not None]
+        assert call.func is not None
+        call.result = result = call.func(*args, **kwargs)
+        if self.tape is not None:
+            self.tape.ran(call)
+        if call.starts_backward:
+            self._note_loss(call)
+        call.outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
+        if not (facts.is_given or facts.uninitialized or facts.communicates):
+            call.ranges = [extremes(output) for output in call.outputs]
+        for end in ends:
+            end()
+        for report in self.operator_ran:
+            report(call)
+        return result
+
+    def _describe(self, facts: OperatorFacts, depth: int) -> Call:
+        module, node = self.modules.current(), current_node()
+        if node is None:
+            caller = find_caller(depth)
+            phase: Phase = "scaler" if caller.scaler else "forward"
+            if self._optimizer is not None and not torch.is_grad_enabled():
+                phase = "optimizer"  # with gradients enabled it runs a closure, as LBFGS does
+            return Call(self.count, facts, phase, module, caller)
+        # A recompute runs with gradients enabled; so does backward with create_graph.
+        caller = find_caller(depth, recompute=torch.is_grad_enabled())
+        phase = "recompute" if caller.recompute else "backward"
+        call = Call(self.count, facts, phase, module, caller, node_sequence_number(node))
+        forward = self._forward_of(call) if phase == "recompute" else None
+        if forward is not None:
+            call.module = module or forward.module  # a checkpointed function calls no module
+            if caller.code is None:
+                call.caller = forward.caller  # the stack leads to backward(), not to the caller of the checkpoint
+        return call
+
+    def _note_loss(self, call: Call) -> None:
+        self.backwards += 1
+        loss = float(call.tensors[0].detach()) / (self.scale or 1.0)
+        self.last_loss = loss if math.isfinite(loss) else self.last_loss
+        self.losses.setdefault(call.caller.line(), {})[self.step] = loss
+
+    # --- steps
+
+    def _starts(self, optimizer: Any, closure: bool) -> None:
+        self.on_state(optimizer)
+        with without_dispatch():  # operators of a check are not operators of the step
+            self.on_step_starts(optimizer, closure)
+        self._optimizer = optimizer
+
+    def _ended(self, optimizer: Any) -> None:
+        self._optimizer = None
+        self._step_ended(optimizer)
+        if not self.begun and self.step >= self.first_step:
+            self._begin(self._open)
+
+    def _note_scale(self) -> None:
+        scaler = self.loop.scaler
+        if scaler is not None and scaler.is_enabled():
+            if self.scale is None:
+                self.on_state(scaler)
+            self.scale = scaler.get_scale()
+
+    def _was_skipped(self, call: Call) -> bool:
+        """Return whether a scaler skipped the step before this call, which no hook of an optimizer shows."""
+        if call.phase == "scaler":
+            self._unscaled |= self._backward_seen and not call.caller.scaling
+        elif call.phase == "backward":
+            self._backward_seen = True
+        return self._unscaled and call.phase == "forward" and call.module is not None
+
+    def _step_ended(self, optimizer: Any) -> None:
+        """End a step of an optimizer, or one that a scaler skipped, and begin the next.
+
+        Forward operators of the step before last are dropped.
+        """
+        with without_dispatch(), self.silently():
+            self.on_step_ended(optimizer)
+        if optimizer is None and self._skipped_steps == self.loop.n_skipped_steps:
+            self.loop.iterations.step_ended(None)  # a loop of ampkit's own skipped it
+        self._skipped_steps = self.loop.n_skipped_steps
+        self.step = self.loop.iterations.number
+        self.scale, self.backwards, self.computed = None, 0, False
+        self._backward_seen = self._unscaled = False
+        self.modules.new_step()
+        self._forward_before, self._forward = self._forward, {}
+        if self.tape is not None:
+            self.tape.clear()
+        self.on_step_counted()

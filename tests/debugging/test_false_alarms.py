@@ -1,0 +1,205 @@
+"""Healthy programs in which an examination once found problems, or which it changed or ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ampkit import GradScaler, autocast
+from ampkit.__main__ import main
+from ampkit.debugging import Examination
+from ampkit.debugging.finding import Report
+
+
+def examined(run: Callable[[], Any]) -> Report:
+    torch.manual_seed(0)
+    with Examination() as report:
+        run()
+    return report
+
+
+def test_sparse_gradients_and_a_mask() -> None:
+    def run() -> None:
+        model = nn.Embedding(10, 4, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            mask = torch.tensor([False, False, True, False])
+            logits = model(torch.tensor([1, 2])).masked_fill(mask, float("-inf"))
+            F.cross_entropy(logits, torch.tensor([0, 3])).backward()
+            optimizer.step()
+
+    assert examined(run).findings == []
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, F.hardswish, F.softplus, F.elu, F.logsigmoid])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operators_that_are_written_in_terms_of_others_keep_their_bits(function: Any, dtype: torch.dtype) -> None:
+    """Those with a kernel of their own are not decomposed: `silu_backward` in bfloat16 would round more often."""
+
+    def run() -> list[Tensor]:
+        x = torch.linspace(-4, 4, 257).to(dtype).requires_grad_()
+        y = function(x)
+        (gradient,) = torch.autograd.grad(y.float().sin().sum(), x)
+        return [y.detach(), gradient]
+
+    results: list[Tensor] = []
+    examined(lambda: results.extend(run()))
+    assert all(map(torch.equal, results, run()))
+
+
+@torch.no_grad()
+def store_masters(parameter: Tensor, value: Tensor, state: dict[str, Tensor]) -> None:
+    state.setdefault("master", parameter.float().clone()).add_(value)
+    parameter.copy_(state["master"])
+
+
+@torch.no_grad()
+def store_stochastically(parameter: Tensor, value: Tensor, state: dict[str, Tensor]) -> None:
+    exact = parameter.float() + value
+    noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32)
+    parameter.copy_(((exact.view(torch.int32) + noise) & -65536).view(torch.float32))
+
+
+@torch.no_grad()
+def store_rounded(parameter: Tensor, value: Tensor, state: dict[str, Tensor]) -> None:
+    parameter.add_(value.to(parameter.dtype))
+
+
+class SGD(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, store: Callable[..., None]) -> None:
+        super().__init__(parameters, {"lr": 0.002})
+        self.store = store
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.store(p, -group["lr"] * p.grad.float(), self.state[p])
+
+
+@pytest.mark.parametrize(
+    ("store", "is_lost"), [(store_masters, False), (store_stochastically, False), (store_rounded, True)]
+)
+def test_updates_of_16_bit_weights(store: Callable[..., None], is_lost: bool) -> None:
+    """Masters in the optimizer's state, and stochastic rounding, which is right in the mean, lose nothing."""
+
+    def run() -> None:
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)).bfloat16()
+        optimizer = SGD(model.parameters(), store)
+        x = torch.randn(512, 16)
+        y = x[:, :1].sin()
+        for _ in range(30):
+            optimizer.zero_grad()
+            (model(x.bfloat16()).float() - y).square().mean().backward()
+            optimizer.step()
+
+    assert any(each.check == "updates" for each in examined(run).findings) == is_lost
+
+
+def test_additions_to_different_views_of_a_tensor_are_different_sums() -> None:
+    def run() -> None:
+        for _ in range(12):
+            x = torch.randn(8, 3, 32)
+            for i in range(8):
+                x[i, :, int(torch.randint(0, 32, ()))] += torch.tensor([8.0, 0.0, 0.0])
+
+    assert examined(run).findings == []
+
+
+def test_a_buffer_that_is_written_with_out() -> None:
+    def run() -> None:
+        buffer = torch.zeros(4)
+        for _ in range(40):
+            torch.div(torch.randn(4), 3, out=buffer)
+            nn.Parameter(torch.ones(4)).mul(buffer.clone()).sum().backward()
+
+    assert examined(run).findings == []
+
+
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_skipped_steps_are_counted_once(cls: Any) -> None:
+    skipped = 0
+
+    def run() -> None:
+        nonlocal skipped
+        model, scaler = nn.Linear(8, 8), cls("cpu", init_scale=2.0**24)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(20):
+            with autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 8)).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped += scaler.get_scale() < before
+
+    report = examined(run)
+    assert (report.skips, report.last_skip, report.steps) == (skipped, skipped - 1, 20)
+    assert f"the scaler skipped {skipped} of 20 steps, the last in step {skipped - 1}" in str(report)
+
+
+def test_iterations_are_counted_and_not_steps() -> None:
+    """Of two optimizers, each with a layer that the loss never uses."""
+
+    def run() -> None:
+        models = [nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)}) for _ in range(2)]
+        optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+        for _ in range(12):
+            x = torch.randn(32, 8)
+            loss = (models[1]["used"](models[0]["used"](x).tanh()) - x).square().mean()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    report = examined(run)
+    assert report.steps == 12
+    assert [(each.grade, each.last) for each in report.findings] == [("note", 11)]
+
+
+# --- the command
+
+
+def test_a_module_as_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "trainings"
+    package.mkdir()
+    (package / "__init__.py").write_text("NAME = 'helper'")
+    (package / "first.py").write_text(
+        "import sys, torch\nfrom . import NAME\ntorch.ones(1).log()\nprint(NAME, sys.argv[1:])"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["debug", "-m", "trainings.first", "--lr", "1"]) == 0
+    assert capsys.readouterr().out.startswith("helper ['--lr', '1']\nchecked ")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("import sys; sys.exit('no data')", "the script ended with sys.exit('no data')"),
+        ("import os; os._exit(3)", "the script called os._exit(3)"),
+    ],
+)
+def test_a_script_that_exits_has_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, says: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\ntorch.ones(1).log()\n{body}\n")
+    assert main(["debug", str(script)]) == 3
+    assert f"the run did not reach its end: {says}\nchecked " in capsys.readouterr().out
+
+
+def test_a_notebook_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.ipynb"
+    script.write_text("{}")
+    assert main(["debug", str(script)]) == 2
+    assert "is a notebook; expected a script: use ampkit.debugging.Examination() in a cell" in capsys.readouterr().err
