@@ -54,7 +54,7 @@ class Cast:
         self.convert = _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
-    def __call__(self, tensor: Tensor, cache: Any = None) -> Tensor:
+    def tensor(self, tensor: Tensor, cache: Any = None) -> Tensor:
         """Cast a tensor if it is eligible and not in the target dtype."""
         if tensor.dtype not in self.castable or not self.on_device(tensor):
             return tensor
@@ -72,7 +72,7 @@ class Cast:
         if kind in _WITHOUT_TENSORS:
             return argument
         if kind is Tensor or kind is Parameter or isinstance(argument, Tensor):
-            return self(argument, cache)
+            return self.tensor(argument, cache)
         if kind is list or kind is tuple:
             cast = [self.argument(item, cache) for item in argument]
             return argument if all(map(is_, cast, argument)) else kind(cast)
