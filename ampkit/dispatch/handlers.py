@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.dispatch.casting import cast_to
+from ampkit.dispatch.casting import Cast, cast_to
 from ampkit.dispatch.dispatcher import AUTOCAST_KEYS, OPERATORS, autocast_key, is_ahead, keys_ahead, keysets
 from ampkit.policy.operators import argument_names, dtype_overload, python_binding, takes_numbers
 from ampkit.policy.policy import RuleTable, torch_rules
@@ -103,7 +103,8 @@ def _casting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> 
     """
     general, call = GENERAL_HANDLERS[op.name()], _caller_below(op, device_type, key)
     positions, autocast, in_torch = _tensor_positions(op), autocast_key(device_type), _in_torch(op, rule, device_type)
-    lower, to_float32 = rule is Rule.LOWER, cast_to(device_type, torch.float32)
+    lower = rule is Rule.LOWER
+    casts_to: dict[torch.dtype, Cast] = {}  # reading it takes less time than calling `cast_to`
 
     def handler(mode: Any, keys: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if functorch_level() is not None:
@@ -118,11 +119,15 @@ def _casting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> 
                 return general(mode, keys, args, kwargs)
         if not casts or is_excluded(autocast):  # torch excludes its key where autocast is disabled
             return call(args, kwargs, False)
-        cast = cast_to(device_type, _dtype_of(device_type)) if lower else to_float32
-        cache, dtype, cast_args = mode.cache if lower else None, cast.dtype, list(args)
+        dtype, cache = (_dtype_of(device_type), mode.cache) if lower else (_FLOAT32, None)
+        cast = casts_to.get(dtype) or casts_to.setdefault(dtype, cast_to(device_type, dtype))
+        cast_args, get = list(args), None
         for n in positions[len(args)]:
             tensor = args[n]
-            if tensor is not None and tensor.dtype is not dtype:
+            if cache is not None and type(tensor) is Parameter:
+                get = get or cache.getter(device_type)
+                cast_args[n] = get(tensor, cast)
+            elif tensor is not None and tensor.dtype is not dtype:
                 cast_args[n] = cast.tensor(tensor, cache)
         return call(cast_args, kwargs, not in_torch)
 
@@ -196,10 +201,10 @@ def _caller_below(op: OpOverload, device_type: str, key: Any) -> Callable[..., A
         set_excluded(key, True)
         try:
             if not below_autocast:
-                return run(*args, **kwargs)
+                return run(*args, **kwargs) if kwargs else run(*args)
             set_excluded(autocast, True)
             try:
-                return run(*args, **kwargs)
+                return run(*args, **kwargs) if kwargs else run(*args)
             finally:
                 set_excluded(autocast, False)
         finally:

@@ -75,16 +75,23 @@ class WeightCasts:
             register_optimizer_step_post_hook(invalidate_casts)
 
     def get(self, weight: Tensor, cast: Any) -> Any:
-        """`cast.convert(weight)`, from the cache where the weight's cast can be shared. Never synchronizes."""
+        """`cast.convert(weight)`, from the cache if the weight's cast can be shared. Never synchronizes."""
+        return self.getter(cast.device_type)(weight, cast)
+
+    def getter(self, device_type: str) -> Callable[[Tensor, Any], Any]:
+        """The function that does what `get` does for the weights of the operator that runs now."""
         if (
             not _cache_enabled()  # a `torch.autocast` region inside ours disables it
             or (n_dispatch_modes() != 0 and not only_observed())  # traced, recorded or made of fake tensors
             or jit_tracing_state() is not None
-            or (cast.device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)
+            or (device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)
         ):
-            return cast.convert(weight)
+            return _convert
         if self._since_step is not _Steps.since_last:
             self.clear()
+        return self._cached
+
+    def _cached(self, weight: Tensor, cast: Any) -> Any:
         cached = self._casts.get((id(weight), cast, _inference_mode()))
         if cached is not None:
             _, version, address, storage, converted = cached
@@ -96,10 +103,10 @@ class WeightCasts:
                 if self.reused is not None:
                     self.reused.append(converted)
                 return converted
-        return self._convert(weight, cast)
+        return self._new(weight, cast)
 
-    def _convert(self, weight: Tensor, cast: Any) -> Any:
-        if not _is_weight(weight) or weight.dtype not in cast.source_dtypes:
+    def _new(self, weight: Tensor, cast: Any) -> Any:
+        if not _is_weight(weight) or weight.dtype not in cast.source_dtypes or weight.device.type != cast.device_type:
             return cast.convert(weight)
         try:
             address, storage = _memory(weight)
@@ -125,6 +132,10 @@ class WeightCasts:
         """Drop every cast. Regions that are open make new ones as they need them."""
         self._casts.clear()
         self.shared.clear()
+
+
+def _convert(weight: Tensor, cast: Any) -> Any:
+    return cast.convert(weight)
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -111,8 +111,7 @@ _running = _Running()
 
 def enter_with_rules(spec: RegionSpec, *, recomputes: bool = False) -> None:
     """Enter a region, with hooks for modules if one of its policies has rules for some."""
-    enter(spec, recomputes=recomputes)
-    region = thread.regions[-1]
+    region = enter(spec, recomputes=recomputes)
     if region.reached and spec.device_type in region.state.mode.with_module_rules:
         call_at_end(functools.partial(_remove_hooks, _add_hooks(), len(_running.modules)))
 
