@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from typing import Any
 
 import torch
@@ -89,10 +90,11 @@ def write_mark(mark: Mark, now: Mark) -> None:
         _set_enabled(device, True)
     for device, _ in now[len(mark) :]:  # of a longer mark
         _set_enabled(device, False)
-    callbacks = loaded("_dynamo.callback", "callback_handler") if mark else None
-    if callbacks is not None and _begin not in callbacks.start_callbacks:  # `torch._dynamo.reset` drops callbacks
-        callbacks.register_end_callback(_end)  # first: a start without an end would change all later compilations
-        callbacks.register_start_callback(_begin)
+    if mark and "torch._dynamo.callback" in sys.modules:
+        callbacks = loaded("_dynamo.callback", "callback_handler")
+        if callbacks is not None and _begin not in callbacks.start_callbacks:  # `torch._dynamo.reset` drops callbacks
+            callbacks.register_end_callback(_end)  # first: a start without an end would change all later compilations
+            callbacks.register_start_callback(_begin)
 
 
 class _Compilation:

@@ -1,8 +1,8 @@
 """Enters and leaves regions: `enter`, `leave`, and the open regions of this thread.
 
 A region sets torch's own autocast state (enabled, dtype, cache flag), as `torch.autocast` does, and has the dispatcher
-call an `AutocastMode`. `read` reads the state that a region changes, as one value, and `write` sets it. Entering reads
-and then writes; leaving writes what was read.
+call an `AutocastMode`. `enter` reads the state that a region changes, as one value, and `write` sets it. Leaving writes
+what was read.
 """
 
 from __future__ import annotations
@@ -80,24 +80,6 @@ class ThreadState(threading.local):
 thread = ThreadState()
 
 
-def read(device_type: str, mode: AutocastMode, outer: AutocastMode | None, mark: Mark) -> State:
-    """The state of this thread that a region with `mode` changes inside a region with `outer` and `mark`."""
-    key = mode.key
-    return _new(
-        State,
-        (
-            _is_enabled(device_type),
-            _dtype_of(device_type),
-            _cache_flag(),
-            outer or mode.closed,
-            is_included(key),
-            is_excluded(key),  # inside a disabled region, or inside an operator
-            None if outer is None or outer.key is key else is_excluded(outer.key),
-            mark,
-        ),
-    )
-
-
 def write(device_type: str, key: Any, state: State, now: State) -> None:
     """Set the state of this thread, which was set to `now` before."""
     enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, mark = state
@@ -133,9 +115,24 @@ def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool 
         leave_ended_graphs()
     around = regions[-1] if regions else None
     device_type, dtype, enabled, cache_enabled, *_ = spec
-    cache, outer = _cache(device_type, around), current_mode()
+    in_capture = device_type == "cuda" and is_capturing(CURRENT_CUDA)
+    cache = thread.cache if around is None else around.cache
+    if cache is None or cache.in_capture is not in_capture:
+        cache = _new_cache(in_capture=in_capture)
+    outer = current_mode()
     mode = _mode(spec, outer, cache)
-    before = read(device_type, mode, outer, () if around is None else around.state.mark)
+    key = mode.key
+    values = (
+        _is_enabled(device_type),
+        _dtype_of(device_type),
+        _cache_flag(),
+        outer or mode.closed,
+        is_included(key),
+        is_excluded(key),  # inside a disabled region, or inside an operator
+        None if outer is None or outer.key is key else is_excluded(outer.key),
+        () if around is None else around.state.mark,
+    )
+    before = _new(State, values)
     reached = enabled or recomputes
     if len(mode.policies) > 1:  # operators also reach the mode if a region of another device type is around this one
         reached = reached or any(_is_enabled(each) for each, _ in mode.policies if each != device_type)
@@ -148,7 +145,7 @@ def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool 
     region = _new(OpenRegion, (spec, before, state, cache, graph, reached, None))
     regions.append(region)
     _increment_nesting()
-    write(device_type, mode.key, state, before)
+    write(device_type, key, state, before)
     return region
 
 
@@ -221,11 +218,8 @@ def leave_ended_graphs() -> None:
         _leave_innermost(regions)
 
 
-def _cache(device_type: str, around: OpenRegion | None) -> WeightCasts:
-    """The cache of a region: the enclosing region's, else the thread's; its own in the capture of a CUDA graph."""
-    in_capture = device_type == "cuda" and is_capturing(CURRENT_CUDA)
-    if around is not None and around.cache.in_capture == in_capture:
-        return around.cache
+def _new_cache(*, in_capture: bool) -> WeightCasts:
+    """The cache of a region without one around it that it can use: the thread's, or its own in a CUDA graph's capture."""
     if in_capture:
         return WeightCasts(in_capture=True)
     thread.cache = thread.cache or WeightCasts()
