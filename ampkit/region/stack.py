@@ -34,7 +34,7 @@ _dtype_of, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _cache_flag, _set_cache_flag = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _increment_nesting, _decrement_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _OTHER_KEY = {KEY: TORCH_KEY, TORCH_KEY: KEY}
-_new = tuple.__new__  # makes a named tuple without a call of Python
+_new: Any = tuple.__new__  # makes a named tuple without a call of Python
 _MOST_MODES = 16  # that a thread keeps
 
 
@@ -93,12 +93,10 @@ def write(device_type: str, key: Any, state: State, now: State) -> None:
         set_excluded(_OTHER_KEY[key], other_excluded)
     if mark is not now.mark:
         write_mark(mark, now.mark)
-    if enabled is not now.enabled:
-        _set_enabled(device_type, enabled)
     if dtype is not now.dtype:
         _set_dtype(device_type, dtype)
-    if cache_enabled is not now.cache_enabled:
-        _set_cache_flag(cache_enabled)
+    _set_enabled(device_type, enabled)  # these two in any case, since code in the region may have changed them
+    _set_cache_flag(cache_enabled)
 
 
 def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool = False) -> OpenRegion:
@@ -219,7 +217,7 @@ def leave_ended_graphs() -> None:
 
 
 def _new_cache(*, in_capture: bool) -> WeightCasts:
-    """The cache of a region without one around it that it can use: the thread's, or its own in a CUDA graph's capture."""
+    """The cache of a region that has none around it to share: the thread's, or its own while a graph is captured."""
     if in_capture:
         return WeightCasts(in_capture=True)
     thread.cache = thread.cache or WeightCasts()
