@@ -192,7 +192,7 @@ def _in_torch(op: OpOverload, rule: Rule, device_type: str) -> bool:
 
 
 def _caller_below(op: OpOverload, device_type: str, key: Any) -> Callable[..., Any]:
-    """The function that calls an operator below the region's key and, if it is asked to, below torch's autocast key."""
+    """The function that calls an operator below the region's key and, with `below_autocast`, below torch's too."""
     run = (python_binding(op) if op.name() in _BOUND_NAMES else None) or op._op
     autocast = autocast_key(device_type)
 

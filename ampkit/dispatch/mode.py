@@ -36,7 +36,7 @@ _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 class AutocastMode(TorchDispatchMode):
     """What an open region puts into the thread.
 
-    torch's own mode stack is below autograd, so `state` does not push the mode there: `dispatch` says where it is.
+    torch's own mode stack is below autograd, so `region.stack` does not push the mode there: see `dispatcher`.
 
     Args:
         policies: pairs of a device type and its policy.

@@ -89,7 +89,7 @@ def write(device_type: str, key: Any, state: State, now: State) -> None:
         set_included(key, included)
     if excluded is not now.excluded:
         set_excluded(key, excluded)
-    if other_excluded is not now.other_excluded:
+    if other_excluded is not None and other_excluded is not now.other_excluded:
         set_excluded(_OTHER_KEY[key], other_excluded)
     if mark is not now.mark:
         write_mark(mark, now.mark)
