@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
+import uuid
 from typing import Any
 
 import torch
@@ -108,8 +109,11 @@ class _Compilation:
 def _begin(_: Any) -> None:
     mark = current_mark()
     if mark:
+        # Where an operator has raised in a graph of `backend="eager"`, torch restores which devices are enabled and not
+        # their dtypes. The digits are then not the mark of a policy, and nothing on disk may match.
+        text = _texts.get(mark) or uuid.uuid4().hex
         _Compilation.tag = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = _Compilation.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
+        torch.compiler.config.cache_key_tag = _Compilation.tag + hashlib.sha256(text.encode()).hexdigest()
         begin_backward_as_eager()
 
 

@@ -197,9 +197,11 @@ def _matches(key: Any, module: Any, path: str) -> bool:
     if isinstance(key, str):
         return matches(key, path)
     if isinstance(key, type):
-        # TorchScript keeps the name of a class alone.
-        was_named = module.original_name if is_scripted(module) else ""
-        return key in type(module).__mro__ or was_named == key.__name__
+        if not is_scripted(module):
+            return key in type(module).__mro__
+        # TorchScript keeps only the name of a class.
+        original = getattr(torch.nn, module.original_name, type(module))
+        return key in original.__mro__ or module.original_name == key.__name__
     return module is key
 
 

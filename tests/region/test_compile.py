@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import ampkit
 from ampkit import Policy, Rule, autocast
+from ampkit.dispatch import dynamo_guard
 from ampkit.region.stack import thread
 from tests.helpers.compiled_regions import INSIDE, RULES, TORCH, Net, assert_same, module_rules, outputs, step
 from tests.helpers.models import CASES
@@ -141,9 +142,27 @@ def test_a_graph_break_in_a_region(backend: str) -> None:
     assert_same(step(torch.compile(function, backend=backend), net, x), step(function, net, x))
 
 
-def test_an_operator_that_fails_in_compiled_code_leaves_nothing_open() -> None:
+@pytest.mark.parametrize("n_digits", [1, 2])
+def test_an_operator_that_fails_in_compiled_code_leaves_nothing_open(
+    n_digits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """backend="eager" runs the region in the graph, and skips its end when an operator before that raises."""
+    with monkeypatch.context() as patch:
+        rules = (("cpu", RULES),)
+        taken: dict[Any, str] = {}
+        for _ in range(n_digits):  # the second time another policy has the mark of one digit
+            patch.setattr(dynamo_guard, "_texts", dict(taken))
+            patch.setattr(dynamo_guard, "_marks", {})
+            dynamo_guard._mark_of.cache_clear()
+            taken[dynamo_guard.mark_of(rules)] = "another policy"
+        thread.modes.clear()
+        assert len(dynamo_guard.mark_of(rules)) == n_digits
+        _check_an_operator_that_fails()
+        dynamo_guard._mark_of.cache_clear()
+        thread.modes.clear()
 
+
+def _check_an_operator_that_fails() -> None:
     def function(x: Tensor, index: Tensor) -> Tensor:
         with autocast("cpu", FP16, policy=RULES, cache_enabled=False):
             return (x @ x.T)[index]
