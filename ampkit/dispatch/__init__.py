@@ -3,8 +3,8 @@
 The path of `F.linear`, from the call to the cast, is in two files:
 
 1. `handlers`: torch's dispatcher calls the operator's handler, a closure made at the operator's first call for its
-   rule. It casts the arguments and calls the operator below the region's dispatch key.
-2. `weight_cache` reuses the casts of weights until the outermost region is left.
+   rule (`_casting_handler`). It casts the arguments and calls the operator below the region's dispatch key.
+2. `weight_cache`: `WeightCasts.getter` reuses the casts of weights until the outermost region is left.
 
 The rest: `dispatcher` (the dispatch keys of regions, and the registration of a function for an operator), `casting`
 (casts of arguments), `mode` (the state that operators read, and every rule in one place), `recurrent` (cuDNN's layout

@@ -44,23 +44,27 @@ class Cast:
     `cache` in its methods is the region's `WeightCasts`, or None: to it go weights.
     """
 
-    __slots__ = ("castable", "convert", "device_type", "dtype", "on_device", "source_dtypes")
+    __slots__ = ("castable", "device_type", "dtype", "on_device", "source_dtypes", "to_dtype")
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self.device_type = device_type
         self.dtype = dtype
         self.castable = _ELIGIBLE - {dtype}
         self.source_dtypes = frozenset({torch.float32})  # of weights whose casts are cached, as in torch.amp
-        self.convert = _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
+        self.to_dtype = _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
-    def __call__(self, tensor: Tensor, cache: Any = None) -> Tensor:
+    def tensor(self, tensor: Tensor, cache: Any = None) -> Tensor:
         """Cast a tensor if it is eligible and not in the target dtype."""
         if tensor.dtype not in self.castable or not self.on_device(tensor):
             return tensor
         if cache is not None and tensor.requires_grad and tensor.is_leaf:
             return cache.get(tensor, self)
-        return self.convert(tensor)
+        return self.to_dtype(tensor)
+
+    def convert(self, tensor: Tensor) -> Tensor:
+        """Cast a tensor without a cache. The cache calls this for weights."""
+        return self.tensor(tensor)
 
     def is_eligible(self, tensor: Tensor) -> bool:
         """Whether a tensor is eligible, whatever its dtype."""
@@ -72,7 +76,7 @@ class Cast:
         if kind in _WITHOUT_TENSORS:
             return argument
         if kind is Tensor or kind is Parameter or isinstance(argument, Tensor):
-            return self(argument, cache)
+            return self.tensor(argument, cache)
         if kind is list or kind is tuple:
             cast = [self.argument(item, cache) for item in argument]
             return argument if all(map(is_, cast, argument)) else kind(cast)

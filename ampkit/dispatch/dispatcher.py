@@ -14,6 +14,7 @@ entry fall through.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,7 +34,6 @@ from ampkit.torch_private import (
     higher_order_fallthrough,
     higher_order_ops,
     is_excluded,
-    is_in_tls,
     is_included,
     keys_below,
     listed_as,
@@ -45,6 +45,7 @@ __all__ = [
     "OPERATORS",
     "TLS_NAME",
     "TORCH_KEY",
+    "Exit",
     "autocast_key",
     "current_mode",
     "in_forward_ad",
@@ -77,10 +78,26 @@ _installed: set[tuple[OpOverload, Any]] = set()  # operator and key of each entr
 _libraries: dict[str, Library] = {}  # by the operators' namespace
 
 
+class Exit:
+    """Whether this process has begun to exit.
+
+    torch then removes what libraries have registered, and calls no Python function in place of an operator any more.
+    Regions that are entered after that, as in `__del__` of a global, set torch's own autocast state alone.
+    """
+
+    begun = False
+
+
+weakref.finalize(Exit, setattr, Exit, "begun", True)  # when torch removes the functions of its libraries
+
+
 def current_mode() -> Any:
     """The `AutocastMode` of this thread's innermost region, or the one that autograd handed to it; else None."""
-    mode = get_in_tls(TLS_NAME) if is_in_tls(TLS_NAME) else None
-    return mode if mode is not None and mode.open else None
+    try:
+        mode = get_in_tls(TLS_NAME)
+    except RuntimeError:  # no region was entered in this thread
+        return None
+    return mode if mode.open else None
 
 
 def is_open() -> bool:
@@ -105,7 +122,7 @@ def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
 def install(ops: Iterable[OpOverload], key: Any) -> None:
     """Register an entry at `key` for each operator that has none there yet."""
     missing = [op for op in ops if (op, key) not in _installed]
-    if not missing:
+    if not missing or Exit.begun:
         return
     with process_lock():
         if not _libraries:

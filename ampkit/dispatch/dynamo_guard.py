@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 import uuid
 from typing import Any
 
@@ -30,6 +31,7 @@ Mark = tuple[tuple[str, torch.dtype], ...]  # a device type and its autocast dty
 MARK_DEVICES = ("ipu", "maia")
 _DIGITS = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _is_enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+_set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 _marks: dict[str, Mark] = {}  # by the text of the policies
 _texts: dict[Mark, str] = {}
 
@@ -82,17 +84,18 @@ def current_mark() -> Mark:
     return tuple([(device, _dtype_of(device)) for device in MARK_DEVICES if _is_enabled(device)])
 
 
-def write_mark(mark: Mark) -> None:
-    """Set the mark of this thread."""
-    digits = dict(mark)
-    for device in MARK_DEVICES:
-        if device in digits:
-            torch.set_autocast_dtype(device, digits[device])
-        torch.set_autocast_enabled(device, device in digits)
-    callbacks = loaded("_dynamo.callback", "callback_handler") if mark else None
-    if callbacks is not None and _begin not in callbacks.start_callbacks:  # `torch._dynamo.reset` drops callbacks
-        callbacks.register_end_callback(_end)  # first: a start without an end would change all later compilations
-        callbacks.register_start_callback(_begin)
+def write_mark(mark: Mark, now: Mark) -> None:
+    """Set the mark of this thread, which was set to `now` before."""
+    for device, digit in mark:
+        _set_dtype(device, digit)
+        _set_enabled(device, True)
+    for device, _ in now[len(mark) :]:  # of a longer mark
+        _set_enabled(device, False)
+    if mark and "torch._dynamo.callback" in sys.modules:
+        callbacks = loaded("_dynamo.callback", "callback_handler")
+        if callbacks is not None and _begin not in callbacks.start_callbacks:  # `torch._dynamo.reset` drops callbacks
+            callbacks.register_end_callback(_end)  # first: a start without an end would change all later compilations
+            callbacks.register_start_callback(_begin)
 
 
 class _Compilation:

@@ -18,18 +18,29 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.dispatch.casting import cast_to
-from ampkit.dispatch.dispatcher import OPERATORS, autocast_key, is_ahead, keys_ahead, keysets
+from ampkit.dispatch.casting import Cast, cast_to
+from ampkit.dispatch.dispatcher import AUTOCAST_KEYS, OPERATORS, autocast_key, is_ahead, keys_ahead, keysets
 from ampkit.policy.operators import argument_names, dtype_overload, python_binding, takes_numbers
-from ampkit.policy.policy import RuleTable
+from ampkit.policy.policy import RuleTable, torch_rules
 from ampkit.policy.rules import Rule
-from ampkit.torch_private import Exclude, OpOverload, dynamo_skip, functorch_level, is_excluded, set_excluded
+from ampkit.torch_private import (
+    Exclude,
+    OpOverload,
+    dynamo_skip,
+    functorch_level,
+    has_kernel,
+    is_excluded,
+    listed_as,
+    set_excluded,
+)
 
 __all__ = ["BOUND_NAMES", "GENERAL_HANDLERS", "handlers_for"]
 
 Handler = Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], Any]  # mode, dispatch keys, arguments
 
 _PLAIN_TENSORS = frozenset({Tensor, Parameter})
+# Looked up in torch, whose module has a `__getattr__`, they would take ten times as long.
+_FLOAT32, _dtype_of = torch.float32, torch.get_autocast_dtype
 _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 
 # Operators with a Python binding that takes the schema's arguments in order and calls that very operator. A binding is
@@ -84,25 +95,41 @@ def _closure_for(op: OpOverload, rule: Rule) -> Callable[..., Handler] | None:
 
 
 def _casting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> Handler:
-    """LOWER and FLOAT32: cast every tensor, the last one first (see `Cast.kwargs`)."""
+    """LOWER and FLOAT32: cast every tensor, the last one first (see `Cast.kwargs`).
+
+    Where torch's autocast has a kernel for the operator with the same rule, that kernel runs next. If no tensor is
+    float32 under LOWER, or all are under FLOAT32, casts are left to it: those of one 16-bit dtype to the other, which
+    no cache keeps.
+    """
     general, call = GENERAL_HANDLERS[op.name()], _caller_below(op, device_type, key)
-    positions, autocast, dtype_of = _tensor_positions(op), autocast_key(device_type), torch.get_autocast_dtype
-    lower, to_float32 = rule is Rule.LOWER, cast_to(device_type, torch.float32)
+    positions, autocast, in_torch = _tensor_positions(op), autocast_key(device_type), _in_torch(op, rule, device_type)
+    lower = rule is Rule.LOWER
+    casts_to: dict[torch.dtype, Cast] = {}  # reading it takes less time than calling `cast_to`
 
     def handler(mode: Any, keys: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if functorch_level() is not None:
             return general(mode, keys, args, kwargs)
+        casts = not in_torch
         for n in positions[len(args)]:
-            if type(args[n]) not in _PLAIN_TENSORS and args[n] is not None:
+            tensor = args[n]
+            if type(tensor) in _PLAIN_TENSORS:
+                if (tensor.dtype is _FLOAT32) is lower:
+                    casts = True
+            elif tensor is not None:
                 return general(mode, keys, args, kwargs)
-        if is_excluded(autocast):  # torch excludes its key where autocast is disabled
-            return call(False, args, kwargs)
-        cast = cast_to(device_type, dtype_of(device_type)) if lower else to_float32
-        cache, dtype, cast_args = mode.cache if lower else None, cast.dtype, list(args)
+        if not casts or is_excluded(autocast):  # torch excludes its key where autocast is disabled
+            return call(args, kwargs, False)
+        dtype, cache = (_dtype_of(device_type), mode.cache) if lower else (_FLOAT32, None)
+        cast = casts_to.get(dtype) or casts_to.setdefault(dtype, cast_to(device_type, dtype))
+        cast_args, get = list(args), None
         for n in positions[len(args)]:
-            if args[n] is not None and args[n].dtype is not dtype:
-                cast_args[n] = cast(args[n], cache)
-        return call(True, cast_args, kwargs)
+            tensor = args[n]
+            if cache is not None and type(tensor) is Parameter:
+                get = get or cache.getter(device_type)
+                cast_args[n] = get(tensor, cast)
+            elif tensor is not None and tensor.dtype is not dtype:
+                cast_args[n] = cast.tensor(tensor, cache)
+        return call(cast_args, kwargs, not in_torch)
 
     return handler
 
@@ -110,7 +137,7 @@ def _casting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> 
 def _promoting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> Handler:
     """PROMOTE, where all tensors share a dtype and there is nothing to cast."""
     general, call = GENERAL_HANDLERS[op.name()], _caller_below(op, device_type, key)
-    positions, autocast, dtype_of = _tensor_positions(op), autocast_key(device_type), torch.get_autocast_dtype
+    positions, autocast = _tensor_positions(op), autocast_key(device_type)
 
     def handler(mode: Any, keys: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if functorch_level() is not None:
@@ -122,10 +149,10 @@ def _promoting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -
                 return general(mode, keys, args, kwargs)
             dtypes.update([tensor.dtype for tensor in tensors])
         if is_excluded(autocast):
-            return call(False, args, kwargs)
-        if len(dtypes) != 1 or (torch.float32 not in dtypes and dtype_of(device_type) is torch.float32):
+            return call(args, kwargs, False)
+        if len(dtypes) != 1 or (_FLOAT32 not in dtypes and _dtype_of(device_type) is _FLOAT32):
             return general(mode, keys, args, kwargs)
-        return call(True, args, kwargs)
+        return call(args, kwargs, True)
 
     return handler
 
@@ -140,14 +167,14 @@ def _dtype_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> Ha
         if functorch_level() is not None or type(args[0]) not in _PLAIN_TENSORS:
             return general(mode, keys, args, kwargs)
         if is_excluded(autocast):
-            return call(False, args, kwargs)
+            return call(args, kwargs, False)
         given = args[dtype_at] if dtype_at < len(args) else kwargs.get("dtype")
         if given is None and to_float32.is_eligible(args[0]):
             if dtype_at < len(args):
                 args = (*args[:dtype_at], torch.float32, *args[dtype_at + 1 :])
             else:
                 kwargs = {**kwargs, "dtype": torch.float32}
-        return call(True, args, kwargs)
+        return call(args, kwargs, True)
 
     return handler
 
@@ -159,20 +186,25 @@ def _tensor_positions(op: OpOverload) -> list[tuple[int, ...]]:
     return [tuple(n for n in reversed(positions) if n < length) for length in range(len(schema) + 1)]
 
 
+def _in_torch(op: OpOverload, rule: Rule, device_type: str) -> bool:
+    """Whether a kernel of torch's own autocast follows the rule, whatever `register_op` and other libraries add."""
+    return torch_rules(device_type).get(op) is rule and has_kernel(op.name(), AUTOCAST_KEYS[listed_as(device_type)])
+
+
 def _caller_below(op: OpOverload, device_type: str, key: Any) -> Callable[..., Any]:
-    """The function that calls an operator below the region's key and, where autocast is on, torch's autocast key."""
+    """The function that calls an operator below the region's key and, with `below_autocast`, below torch's too."""
     run = (python_binding(op) if op.name() in _BOUND_NAMES else None) or op._op
     autocast = autocast_key(device_type)
 
     @dynamo_skip
-    def call(enabled: bool, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def call(args: Any, kwargs: Mapping[str, Any], below_autocast: bool) -> Any:
         set_excluded(key, True)
         try:
-            if not enabled:
-                return run(*args, **kwargs)
+            if not below_autocast:
+                return run(*args, **kwargs) if kwargs else run(*args)
             set_excluded(autocast, True)
             try:
-                return run(*args, **kwargs)
+                return run(*args, **kwargs) if kwargs else run(*args)
             finally:
                 set_excluded(autocast, False)
         finally:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ampkit.dispatch import casting, dynamo_guard, recurrent
-from ampkit.dispatch.dispatcher import KEY, TORCH_KEY, install, keysets
+from ampkit.dispatch.dispatcher import KEY, TORCH_KEY, install, keysets, transforms
 from ampkit.dispatch.handlers import GENERAL_HANDLERS, handlers_for
 from ampkit.dispatch.weight_cache import WeightCasts
 from ampkit.policy.policy import Policy
@@ -36,7 +36,7 @@ _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 class AutocastMode(TorchDispatchMode):
     """What an open region puts into the thread.
 
-    torch's own mode stack is below autograd, so `state` does not push the mode there: `dispatch` says where it is.
+    torch's own mode stack is below autograd, so `region.stack` does not push the mode there: see `dispatcher`.
 
     Args:
         policies: pairs of a device type and its policy.
@@ -115,6 +115,7 @@ class AutocastMode(TorchDispatchMode):
 
     def _prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | None:
         call: Call | None = None
+        cache = None if transforms() else self.cache  # a cast made inside a transform of `torch.func` is part of it
         for device_type, table in self.tables:
             rule = table.get(op)
             if rule is None or rule is Rule.DECOMPOSE or not _enabled(device_type):
@@ -122,7 +123,7 @@ class AutocastMode(TorchDispatchMode):
             if len(self.tables) == 1 or any(
                 tensor.device.type == device_type for tensor in casting.tensors((*args, *kwargs.values()))
             ):
-                call = call_by_rule(rule, op, args, kwargs, device_type, self.cache)
+                call = call_by_rule(rule, op, args, kwargs, device_type, cache)
                 _, args, kwargs = call
         return call
 

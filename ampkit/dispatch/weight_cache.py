@@ -2,7 +2,7 @@
 
 A cached cast is used only while the weight cannot have changed. Each use compares
 
-- the tensor itself, and whether it requires grad;
+- the tensor itself, and that it requires grad;
 - its version counter, which every write that autograd knows of increments;
 - its memory: the address, and a weak reference to the storage, since an address alone comes back as soon as
   `p.data = ...` has freed it.
@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.dispatch.dispatcher import transforms
 from ampkit.torch_private import (
     functorch_level,
     is_functorch_wrapped,
@@ -68,7 +67,7 @@ class WeightCasts:
         self.in_capture = in_capture  # made while a CUDA graph is captured: its casts belong to that graph
         self.reused: list[Any] | None = None  # casts that were taken from the cache, while a call is observed
         self.shared: dict[str, Any] = {}  # for product rules: objects to drop together with the casts
-        self._casts: dict[tuple[Any, bool], dict[int, tuple[Any, ...]]] = {}  # by cast and inference mode
+        self._casts: dict[tuple[int, Any, bool], tuple[Any, ...]] = {}  # by the weight's id, cast, inference mode
         self._since_step: object = None  # `_Steps.since_last` when they were made
         if not _Steps.watched:
             _Steps.watched = True
@@ -76,33 +75,38 @@ class WeightCasts:
             register_optimizer_step_post_hook(invalidate_casts)
 
     def get(self, weight: Tensor, cast: Any) -> Any:
-        """`cast.convert(weight)`, from the cache where the weight's cast can be shared. Never synchronizes."""
+        """`cast.convert(weight)`, from the cache if the weight's cast can be shared. Never synchronizes."""
+        return self.getter(cast.device_type)(weight, cast)
+
+    def getter(self, device_type: str) -> Callable[[Tensor, Any], Any]:
+        """The function that does what `get` does for the weights of the operator that runs now."""
         if (
             not _cache_enabled()  # a `torch.autocast` region inside ours disables it
             or (n_dispatch_modes() != 0 and not only_observed())  # traced, recorded or made of fake tensors
             or jit_tracing_state() is not None
-            or (functorch_level() is not None and transforms())
-            or (cast.device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)
+            or (device_type == "cuda" and is_capturing(CURRENT_CUDA) != self.in_capture)
         ):
-            return cast.convert(weight)
+            return _convert
         if self._since_step is not _Steps.since_last:
             self.clear()
-        casts = self._casts.get((cast, _inference_mode()))
-        cached = None if casts is None else casts.get(id(weight))
+        return self._cached
+
+    def _cached(self, weight: Tensor, cast: Any) -> Any:
+        cached = self._casts.get((id(weight), cast, _inference_mode()))
         if cached is not None:
-            _, requires_grad, version, address, storage, converted = cached
+            _, version, address, storage, converted = cached
             if (
-                requires_grad is weight.requires_grad
+                weight.requires_grad
                 and version == weight._version
                 and (storage is None or (address == weight.data_ptr() and storage() is not None))
             ):
                 if self.reused is not None:
                     self.reused.append(converted)
                 return converted
-        return self._convert(weight, cast)
+        return self._new(weight, cast)
 
-    def _convert(self, weight: Tensor, cast: Any) -> Any:
-        if not _is_weight(weight) or weight.dtype not in cast.source_dtypes:
+    def _new(self, weight: Tensor, cast: Any) -> Any:
+        if not _is_weight(weight) or weight.dtype not in cast.source_dtypes or weight.device.type != cast.device_type:
             return cast.convert(weight)
         try:
             address, storage = _memory(weight)
@@ -121,14 +125,17 @@ class WeightCasts:
             finally:
                 set_grad_enabled(False)
         # The entry holds the weight, as the history of its cast does, so that no other tensor gets its `id`.
-        entry = weight, weight.requires_grad, version, address, storage, converted
-        self._casts.setdefault((cast, _inference_mode()), {})[id(weight)] = entry
+        self._casts[id(weight), cast, _inference_mode()] = weight, version, address, storage, converted
         return converted
 
     def clear(self) -> None:
         """Drop every cast. Regions that are open make new ones as they need them."""
         self._casts.clear()
         self.shared.clear()
+
+
+def _convert(weight: Tensor, cast: Any) -> Any:
+    return cast.convert(weight)
 
 
 def _is_weight(tensor: Tensor) -> bool:

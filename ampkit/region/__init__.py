@@ -7,6 +7,7 @@ There are four ways in:
 - a recomputed forward: `checkpoint`;
 - a compiled graph: `compiled`.
 
-All of them call `stack.enter`, which reads the state that a region changes and writes it. `custom_function` has
+All of them call `stack.enter`, which reads the state that a region changes and then writes it; `stack.leave` writes
+what was read. `custom_function` has
 `custom_fwd` and `custom_bwd`.
 """

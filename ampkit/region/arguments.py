@@ -68,7 +68,7 @@ def region_text(
     return f"{device_type}|{enabled}|{dtype}|{cache_enabled}|{of_module}|{policy_text}"
 
 
-# Device types that need no parsing. torch is asked once, since every region names one.
+# Device types that need no parsing, looked up once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 _PASSING = ("torch.", "contextlib", "functools")  # modules between the user's line and this one
 _warned: set[str] = set()  # names of devices

@@ -16,8 +16,8 @@ from ampkit.policy.policy import Policy
 from ampkit.region.arguments import RegionSpec, checked_spec
 from ampkit.region.checkpoint import follow_checkpoints
 from ampkit.region.decorate import in_region
-from ampkit.region.module_hooks import enter_in_trace, enter_with_rules, leave_in_trace
-from ampkit.region.stack import leave, leave_ended_graphs, thread
+from ampkit.region.module_hooks import enter_in_trace, follow_rules, leave_in_trace
+from ampkit.region.stack import enter, leave, leave_ended_graphs, thread
 from ampkit.torch_private import called_while_tracing, dynamo_skip, tracing
 
 __all__ = ["autocast", "clear_autocast_cache"]
@@ -109,7 +109,9 @@ class autocast:
             enter_in_trace(self.spec)
         else:
             follow_checkpoints()
-            enter_with_rules(self.spec)
+            region = enter(self.spec)
+            if region.state.mode.with_module_rules:
+                follow_rules(region)
         return self
 
     @dynamo_skip

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from ampkit.dispatch.dispatcher import current_mode
 from ampkit.forks import process_lock
 from ampkit.region.arguments import RegionSpec
-from ampkit.region.module_hooks import enter_with_rules
-from ampkit.region.stack import leave_down_to, thread
+from ampkit.region.module_hooks import follow_rules
+from ampkit.region.stack import enter, leave_down_to, thread
 from ampkit.torch_private import CheckpointFrame, dynamo_skip
 
 __all__ = ["follow_checkpoints"]
@@ -69,7 +69,7 @@ def _in_regions_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
             for device_type, policy in policies:
                 dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
                 spec = RegionSpec(device_type, dtype, enabled, cached, policy, of_module=of_module)
-                enter_with_rules(spec, recomputes=True)
+                follow_rules(enter(spec, recomputes=True))
             return function(*args, **kwargs)
         finally:
             leave_down_to(depth)

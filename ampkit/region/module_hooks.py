@@ -28,7 +28,7 @@ from ampkit.policy.module_rules import HOOKS, IDENTITIES
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import RegionSpec, checked_spec
 from ampkit.region.compiled import enter_by_text, leave_region
-from ampkit.region.stack import call_at_end, enter, leave_down_to, thread
+from ampkit.region.stack import OpenRegion, call_at_end, enter, leave_down_to, thread
 from ampkit.torch_private import (
     called_while_tracing,
     dynamo_skip,
@@ -38,7 +38,7 @@ from ampkit.torch_private import (
     tracing,
 )
 
-__all__ = ["enter_in_trace", "enter_with_rules", "leave_in_trace", "regions_for"]
+__all__ = ["enter_in_trace", "follow_rules", "leave_in_trace", "regions_for"]
 
 _EAGER, _TRACED = HOOKS  # constant keys, since Dynamo guards on them
 
@@ -109,11 +109,9 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def enter_with_rules(spec: RegionSpec, *, recomputes: bool = False) -> None:
-    """Enter a region, with hooks for modules if one of its policies has rules for some."""
-    enter(spec, recomputes=recomputes)
-    region = thread.regions[-1]
-    if region.reached and spec.device_type in region.state.mode.with_module_rules:
+def follow_rules(region: OpenRegion) -> None:
+    """Add the hooks for modules until a region is left that has just been entered, if its policy has rules for some."""
+    if region.reached and region.spec.device_type in region.state.mode.with_module_rules:
         call_at_end(functools.partial(_remove_hooks, _add_hooks(), len(_running.modules)))
 
 

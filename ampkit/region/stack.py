@@ -1,14 +1,13 @@
 """Enters and leaves regions: `enter`, `leave`, and the open regions of this thread.
 
 A region sets torch's own autocast state (enabled, dtype, cache flag), as `torch.autocast` does, and has the dispatcher
-call an `AutocastMode`. `read` reads all state that a region changes, as one value, and `write` sets it. Entering reads
-and then writes; leaving writes what was read.
+call an `AutocastMode`. `enter` reads the state that a region changes, as one value, and `write` sets it. Leaving writes
+what was read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -18,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ampkit.dispatch import self_check
-from ampkit.dispatch.dispatcher import KEY, TLS_NAME, TORCH_KEY, current_mode
-from ampkit.dispatch.dynamo_guard import MARK_DEVICES, Mark, current_mark, write_mark
+from ampkit.dispatch.dispatcher import KEY, TLS_NAME, TORCH_KEY, Exit, current_mode
+from ampkit.dispatch.dynamo_guard import Mark, write_mark
 from ampkit.dispatch.mode import AutocastMode, observers
 from ampkit.dispatch.weight_cache import WeightCasts
 from ampkit.forks import clear_torch_cache
-from ampkit.policy.policy import Policy, register_changes
+from ampkit.policy.policy import register_changes
 from ampkit.region.arguments import DEFAULT_POLICIES, RegionSpec
 from ampkit.torch_private import is_excluded, is_included, put_in_tls, set_excluded, set_included, tracer
 from ampkit_kernels import CURRENT_CUDA, is_capturing
@@ -33,13 +32,9 @@ __all__ = ["RegionOrderError", "call_at_end", "enter", "leave", "leave_down_to",
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 _dtype_of, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _cache_flag, _set_cache_flag = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-_KEY_SETTERS = (  # in the order of `State.keys`
-    functools.partial(set_included, KEY),
-    functools.partial(set_excluded, KEY),
-    functools.partial(set_included, TORCH_KEY),
-    functools.partial(set_excluded, TORCH_KEY),
-)
-_new = tuple.__new__  # makes a named tuple without a call of Python
+_increment_nesting, _decrement_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_OTHER_KEY = {KEY: TORCH_KEY, TORCH_KEY: KEY}
+_new: Any = tuple.__new__  # makes a named tuple without a call of Python
 _MOST_MODES = 16  # that a thread keeps
 
 
@@ -50,12 +45,13 @@ class RegionOrderError(RuntimeError):
 class State(NamedTuple):
     """What a region changes in its thread."""
 
-    device_type: str
-    enabled: bool  # this and the next two: torch's autocast state
+    enabled: bool  # this and the next two: torch's autocast state for the region's device type
     dtype: torch.dtype
     cache_enabled: bool
     mode: AutocastMode  # that operators find
-    keys: tuple[bool, bool, bool, bool]  # whether KEY is included and excluded, and whether TORCH_KEY is
+    included: bool  # whether the key of the region's mode is included, and whether it is excluded
+    excluded: bool
+    other_excluded: bool | None  # whether the other key is excluded; None if the enclosing region does not use it
     mark: Mark  # of the policy, for Dynamo
 
 
@@ -78,50 +74,32 @@ class ThreadState(threading.local):
         self.regions: list[OpenRegion] = []  # outermost first
         self.cache: WeightCasts | None = None  # empty while no region is open
         self.modes: dict[Any, AutocastMode] = {}  # by what they are made of
+        self.last: tuple[Any, AutocastMode] | None = None  # the item of `modes` that was used last
 
 
 thread = ThreadState()
 
 
-def read(device_type: str, mode: AutocastMode) -> State:
-    """The state of this thread that a region for this device type changes, with the mode that is in the thread."""
-    return _new(
-        State,
-        (
-            device_type,
-            _is_enabled(device_type),
-            _dtype_of(device_type),
-            _cache_flag(),
-            mode,
-            (is_included(KEY), is_excluded(KEY), is_included(TORCH_KEY), is_excluded(TORCH_KEY)),
-            current_mark() if _is_enabled(MARK_DEVICES[0]) else (),
-        ),
-    )
-
-
-def write(state: State, now: State) -> None:
+def write(device_type: str, key: Any, state: State, now: State) -> None:
     """Set the state of this thread, which was set to `now` before."""
-    device_type, enabled, dtype, cache_enabled, mode, keys, mark = state
+    enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, mark = state
     if mode is not now.mode:
         put_in_tls(TLS_NAME, mode)
-    if keys != now.keys:
-        for set_key, value, before in zip(_KEY_SETTERS, keys, now.keys, strict=True):
-            if value is not before:
-                set_key(value)
-    if mark != now.mark:
-        write_mark(mark)
-    _set_enabled(device_type, enabled)
+    if included is not now.included:
+        set_included(key, included)
+    if excluded is not now.excluded:
+        set_excluded(key, excluded)
+    if other_excluded is not None and other_excluded is not now.other_excluded:
+        set_excluded(_OTHER_KEY[key], other_excluded)
+    if mark is not now.mark:
+        write_mark(mark, now.mark)
     if dtype is not now.dtype:
         _set_dtype(device_type, dtype)
+    _set_enabled(device_type, enabled)  # these two in any case, since code in the region may have changed them
     _set_cache_flag(cache_enabled)
 
 
-def enter(
-    spec: RegionSpec,
-    *,
-    graph: FrameType | None = None,
-    recomputes: bool = False,
-) -> None:
+def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool = False) -> OpenRegion:
     """Enter a region.
 
     Args:
@@ -133,18 +111,40 @@ def enter(
     regions = thread.regions
     if regions and regions[-1].graph is not None:
         leave_ended_graphs()
-    cache, outer = _cache(spec.device_type), current_mode()
+    around = regions[-1] if regions else None
+    device_type, dtype, enabled, cache_enabled, *_ = spec
+    in_capture = device_type == "cuda" and is_capturing(CURRENT_CUDA)
+    cache = thread.cache if around is None else around.cache
+    if cache is None or cache.in_capture is not in_capture:
+        cache = _new_cache(in_capture=in_capture)
+    outer = current_mode()
     mode = _mode(spec, outer, cache)
-    before = read(spec.device_type, outer or mode.closed)
-    reached = spec.enabled or recomputes
+    key = mode.key
+    values = (
+        _is_enabled(device_type),
+        _dtype_of(device_type),
+        _cache_flag(),
+        outer or mode.closed,
+        is_included(key),
+        is_excluded(key),  # inside a disabled region, or inside an operator
+        None if outer is None or outer.key is key else is_excluded(outer.key),
+        () if around is None else around.state.mark,
+    )
+    before = _new(State, values)
+    reached = enabled or recomputes
     if len(mode.policies) > 1:  # operators also reach the mode if a region of another device type is around this one
-        reached = reached or any(_is_enabled(each) for each, _ in mode.policies if each != spec.device_type)
-    keys = _keys(mode if reached else None, before.keys)
-    mark = mode.mark if reached else mode.mark_without_casts
-    after = _new(State, (spec.device_type, spec.enabled, spec.dtype, spec.cache_enabled, mode, keys, mark))
-    regions.append(_new(OpenRegion, (spec, before, after, cache, graph, reached, None)))
-    torch.autocast_increment_nesting()
-    write(after, before)
+        reached = reached or any(_is_enabled(each) for each, _ in mode.policies if each != device_type)
+    if reached and not Exit.begun:
+        included, excluded, mark = True, False, mode.mark
+    else:
+        included, excluded, mark = before.included, before.included or before.excluded, mode.mark_without_casts
+    other_excluded = None if before.other_excluded is None else True
+    state = _new(State, (enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, mark))
+    region = _new(OpenRegion, (spec, before, state, cache, graph, reached, None))
+    regions.append(region)
+    _increment_nesting()
+    write(device_type, key, state, before)
+    return region
 
 
 def call_at_end(call: Callable[[], None]) -> None:
@@ -161,12 +161,15 @@ def leave(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None
     """
     regions = thread.regions
     if regions and regions[-1].spec is spec:
-        _leave_innermost()
+        _leave_innermost(regions)
         return
     leave_ended_graphs()
     depth = next((n for n in reversed(range(len(regions))) if regions[n].spec is spec), None)
+    # Other exceptions end the regions inside too. These two end a generator or a task, and other code may have entered
+    # the regions inside.
+    is_fault = exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError))
     if depth is None:
-        if exc_type is None:
+        if is_fault:
             raise RegionOrderError(
                 f"{spec} is being left in a thread that has not entered it, or that has left it already; enter and "
                 "leave a region in one thread, once each and in order, with `with` or as a decorator"
@@ -174,7 +177,7 @@ def leave(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None
         return
     inner = [region.spec for region in regions[depth + 1 :] if not region.spec.of_module]
     leave_down_to(depth)
-    if inner and (exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError))):
+    if inner and is_fault:
         raise RegionOrderError(
             f"{spec} was left while {inner[-1]}, entered after it, was still open: both have been left; leave regions "
             "in the reverse of the order they were entered. A generator or coroutine that is suspended inside `with "
@@ -184,19 +187,20 @@ def leave(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None
 
 def leave_down_to(depth: int) -> None:
     """Leave the innermost regions until `depth` are open."""
-    while len(thread.regions) > depth:
-        _leave_innermost()
+    regions = thread.regions
+    while len(regions) > depth:
+        _leave_innermost(regions)
 
 
-def _leave_innermost() -> None:
-    region = thread.regions.pop()
-    if region.at_end is not None:
-        region.at_end()
-    write(region.before, region.state)
-    if torch.autocast_decrement_nesting() == 0:
+def _leave_innermost(regions: list[OpenRegion]) -> None:
+    spec, before, state, cache, _, _, at_end = regions.pop()
+    if at_end is not None:
+        at_end()
+    write(spec.device_type, state.mode.key, before, state)
+    if _decrement_nesting() == 0:
         clear_torch_cache()
-    if not thread.regions or thread.regions[-1].cache is not region.cache:
-        region.cache.clear()
+    if not regions or regions[-1].cache is not cache:
+        cache.clear()
 
 
 def leave_ended_graphs() -> None:
@@ -209,24 +213,11 @@ def leave_ended_graphs() -> None:
     while regions and regions[-1].graph is not None:
         if _on_stack(regions[-1].graph) or tracer() is not None:
             return
-        _leave_innermost()
+        _leave_innermost(regions)
 
 
-def _keys(mode: AutocastMode | None, before: tuple[bool, bool, bool, bool]) -> tuple[bool, bool, bool, bool]:
-    """`State.keys` of a region whose operators reach a mode; None: none."""
-    included, excluded, torch_included, torch_excluded = before
-    if mode is not None and mode.key is KEY:
-        return True, False, torch_included, torch_included or torch_excluded
-    if mode is not None:
-        return included, included or excluded, True, False
-    return included, included or excluded, torch_included, torch_included or torch_excluded
-
-
-def _cache(device_type: str) -> WeightCasts:
-    """The cache of a region: the enclosing region's, else the thread's; its own in the capture of a CUDA graph."""
-    in_capture = device_type == "cuda" and is_capturing(CURRENT_CUDA)
-    if thread.regions and thread.regions[-1].cache.in_capture == in_capture:
-        return thread.regions[-1].cache
+def _new_cache(*, in_capture: bool) -> WeightCasts:
+    """The cache of a region that has none around it to share: the thread's, or its own while a graph is captured."""
     if in_capture:
         return WeightCasts(in_capture=True)
     thread.cache = thread.cache or WeightCasts()
@@ -235,22 +226,22 @@ def _cache(device_type: str) -> WeightCasts:
 
 def _mode(spec: RegionSpec, outer: AutocastMode | None, cache: WeightCasts) -> AutocastMode:
     """The mode of a region: its policy for its device type, the enclosing mode's policies for the other types."""
-    policies: tuple[tuple[str, Policy], ...]
-    if outer is None:
-        policies = ((spec.device_type, spec.policy or DEFAULT_POLICIES[spec.device_type]),)
-    else:
-        inherited = dict(outer.policies)
-        policy = spec.policy or inherited.get(spec.device_type) or DEFAULT_POLICIES[spec.device_type]
-        policies = tuple({**inherited, spec.device_type: policy}.items())
-    observer = next(reversed(observers), None)
+    device_type, policies = spec.device_type, {} if outer is None else dict(outer.policies)
+    policies[device_type] = spec.policy or policies.get(device_type) or DEFAULT_POLICIES[device_type]
+    observer = observers[-1] if observers else None
     # `register_op` changes the rules of every policy.
-    key = policies, spec.cache_enabled, cache.in_capture, register_changes(), observer
+    key = tuple(policies.items()), cache if spec.cache_enabled else None, observer, register_changes()
+    last = thread.last
+    if last is not None and last[0] == key:  # takes less time than hashing the policies
+        return last[1]
     mode = thread.modes.get(key)
-    if mode is None or (mode.cache is not None and mode.cache is not cache):
-        self_check.once()
+    if mode is None:
+        if not Exit.begun:
+            self_check.once()
         if len(thread.modes) >= _MOST_MODES:
             thread.modes.clear()
-        mode = thread.modes[key] = AutocastMode(policies, cache if spec.cache_enabled else None, observer)
+        mode = thread.modes[key] = AutocastMode(*key[:3])
+    thread.last = key, mode
     return mode
 
 

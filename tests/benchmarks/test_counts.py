@@ -12,9 +12,9 @@ STASH = 2 if torch.__version__.startswith("2.11.") else 0
 # Functions of ampkit and its kernels, at most; beside each those that the command counts on torch's side. `step` and
 # `AdamW.step` pass ampkit's hook on optimizers on both sides: six functions.
 BOUNDS = {
-    "region": 13 + STASH,  # 4
-    "region, torch's list": 11 + STASH,
-    "x @ weight": 3,  # 0: it is C++
+    "region": 16 + STASH,  # 4
+    "region, torch's list": 14 + STASH,
+    "x @ weight": 6,  # 0: it is C++
     "scaler.step, torch's AdamW": 40,  # 20
     "scaler.update": 7,  # 3
     "unscale, check and clip": 46,  # 9

@@ -134,7 +134,7 @@ def test_recompute_leaves_the_caches_of_open_regions_alone():
     net, x = Net([]), torch.randn(4, 8, requires_grad=True)
     with autocast("cpu"):
         loss = checkpointed(False)(net, x).float().sum()
-        casts = {key: dict(kept) for key, kept in thread.cache._casts.items()}
+        casts = dict(thread.cache._casts)
         loss.backward()
         assert thread.cache._casts == casts != {}
 

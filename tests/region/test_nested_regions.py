@@ -1,5 +1,6 @@
 """Regions inside regions, and the errors where regions are left in the wrong order or thread."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -190,16 +191,39 @@ def test_left_in_another_order_than_entered():
             region.__exit__(None, None, None)
 
 
-def test_left_twice_or_in_another_thread():
+@pytest.mark.parametrize("ended_by", [None, GeneratorExit, asyncio.CancelledError])
+def test_left_twice_or_in_another_thread(ended_by):
     region, message = autocast("cpu"), "in a thread that has not entered it, or that has left it already; enter and"
     with pytest.raises(RuntimeError, match=message):
-        region.__exit__(None, None, None)
+        region.__exit__(ended_by, None, None)
     with region:
         with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match=message):
             pool.submit(region.__exit__).result()
         assert product() is BF16
     with pytest.raises(RuntimeError, match=message):
-        region.__exit__(None, None, None)
+        region.__exit__(ended_by, None, None)
+
+
+def test_a_task_that_is_canceled_inside_a_region_raises():
+    """Where another task has entered a region meanwhile, and is left in none."""
+
+    async def inside(region):
+        with region:
+            await asyncio.sleep(60)
+
+    async def cancel():
+        tasks = [asyncio.create_task(inside(autocast("cpu", dtype))) for dtype in (BF16, FP16)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        with pytest.raises(RuntimeError, match="A generator or coroutine that is suspended"):
+            await tasks[0]
+        tasks[1].cancel()
+        with pytest.raises(RuntimeError, match="left it already"):
+            await tasks[1]
+
+    before = state()
+    asyncio.run(cancel())
+    assert state() == before
 
 
 def test_a_generator_that_yields_inside_a_region_raises():

@@ -7,12 +7,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 
 from ampkit import Policy, autocast
 from ampkit.region import module_hooks
 from ampkit.region.stack import OpenRegion
+from tests.helpers.processes import fresh_python
 from tests.helpers.regions import BF16, FP16, FP32
 
 
@@ -118,3 +120,36 @@ def test_threads_that_end_inside_a_region_leave_nothing_behind():
     assert list(module_hooks._open) == []
     with autocast("cpu", policy=rules):  # the next region removes the hooks that they left
         pass
+
+
+AT_EXIT = """
+import atexit
+
+atexit.register(lambda: use("early"))
+import torch
+REGION = torch.autocast if {torchs} else __import__("ampkit").autocast
+layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+
+def use(when):
+    with REGION("cpu", torch.bfloat16):
+        print(when, layer(x).dtype)
+
+if {before}:
+    use("before")
+
+class Last:
+    def __del__(self):
+        use("last")
+
+last = Last()
+last.itself = last
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["", "first region at exit"])
+def test_regions_that_are_entered_while_the_process_exits(before):
+    """As torch's: in functions of `atexit` that run last, and in `__del__` of what the interpreter frees at the end."""
+    code = AT_EXIT.format(torchs=False, before=before)
+    printed = fresh_python(code)
+    assert printed == fresh_python(AT_EXIT.format(torchs=True, before=before))
+    assert printed.endswith("early torch.bfloat16\nlast torch.bfloat16\n")
