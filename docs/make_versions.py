@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import torch
 
-import ampkit.doctor  # noqa: F401  (imports every module that looks a name up)
+import ampkit.debugging.torch_private  # noqa: F401  (looks up the names that debugging needs)
 from ampkit.dispatch.dispatcher import KEY_NAMES
 from ampkit.torch_private import SUPPORTED, looked_up
 
