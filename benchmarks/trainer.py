@@ -63,6 +63,7 @@ class Trainer:
         drawn = workload.batches(BATCHES * variant.accumulation, generator)
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
         self.region = _region(way, device.type, variant.dtype)
+        self.outer: Region = lambda: autocast(device.type, enabled=False) if way == KEPT else contextlib.nullcontext()
         # torch's is fused, the fastest of its kinds, so that the optimizer does not hide the differences; ampkit's has
         # its defaults.
         params = self.model.parameters()
@@ -86,17 +87,23 @@ class Trainer:
             self.micro = self._captured(device)
 
     def step(self) -> None:
-        """One optimizer step over `accumulation` micro-batches. Synchronizes only where the scaler or AdamW does."""
+        """Take one optimizer step over `accumulation` micro-batches, or run inference on each batch, a region each.
+
+        Synchronizes only if the scaler or AdamW does.
+        """
         if self.variant.run == "inference":
-            with torch.no_grad(), self.region():
-                self.loss = self.model(self.batches[self.steps % BATCHES][0])
+            with torch.no_grad(), self.outer():
+                for inputs, _ in self.batches:
+                    with self.region():
+                        self.loss = self.model(inputs)
             self.steps += 1
             return
         count = self.variant.accumulation
         start = self.steps % BATCHES * count
         self.optimizer.zero_grad(set_to_none=self.variant.run != "graph")
-        for batch in self.batches[start : start + count]:
-            self.loss = self.micro(batch)
+        with self.outer():
+            for batch in self.batches[start : start + count]:
+                self.loss = self.micro(batch)
         self.steps += 1
         if self.variant.clip:
             self._clip()
@@ -157,10 +164,8 @@ def _region(way: str, device: str, dtype: torch.dtype) -> Region:
     if way in (AMPKIT, OWN_OPTIMIZER):
         return lambda: autocast(device, dtype)
     policy = Policy.torch(device)
-    if way == SAME_LIST:
+    if way in (SAME_LIST, KEPT):
         return lambda: autocast(device, dtype, policy=policy)
-    if way == KEPT:
-        return lambda: autocast(device, dtype, policy=policy)  # the trainer opens the outer region
     raise ValueError(f"unknown way {way!r}")
 
 

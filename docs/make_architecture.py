@@ -1,7 +1,7 @@
-"""Write the generated parts of architecture.md. Run: python docs/make_architecture.py
+"""Write the drawing of the layers in architecture.md, from the imports. Run: python docs/make_architecture.py
 
-Two parts: the drawing of the layers, from the imports, and the list of torch's private names, from their uses.
-`tests/repository/test_form.py` compares the page with the sources by the same functions.
+`tests/repository/test_form.py` compares the page with the sources by the same functions, and finds private names of
+torch by `private_names`. docs/versions.md lists the names that ampkit needs.
 
 A package is a folder of `ampkit/`, or a module beside the folders; `kernels/ampkit_kernels` is one. It is one layer
 above the highest package that it imports, wherever in its code the import is: at the top, inside a function, or for
@@ -152,34 +152,17 @@ def _to_private_part(name: str) -> str | None:
     return ".".join(parts[: private[-1] + 2])
 
 
-def private_names_text(texts: Mapping[str, str]) -> str:
-    """A line for each module of `ampkit` that reaches a private name, with the names."""
-    lines = []
-    for module, text in sorted(texts.items()):
-        names = sorted(private_names(text))
-        if module.startswith("ampkit.") and names:
-            lines.append(f"- `{module.removeprefix('ampkit.')}`: " + ", ".join(f"`{name}`" for name in names))
-    return "\n".join(lines)
-
-
 # --- the page
 
 
-def written(page: str, part: str, text: str) -> str:
-    """The page with the text in place of what stands between the marks of a part."""
-    begin, end = f"<!-- {part}: by make_architecture.py -->\n", f"<!-- end of {part} -->"
+def render(page: str) -> str:
+    """The page with the layers as the sources are now."""
+    begin, end = "<!-- layers: by make_architecture.py -->\n", "<!-- end of layers -->"
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise ValueError(f"the page has no marks {begin.strip()!r} and {end.strip()!r}")
-    return f"{before}{begin}{text}\n{end}{after}"
-
-
-def render(page: str) -> str:
-    """The page with both parts as the sources are now."""
-    texts = source_texts()
-    page = written(page, "layers", layers_text(import_graph(texts)))
-    return written(page, "private names", private_names_text(texts))
+        raise ValueError(f"the page has no marks {begin.strip()!r} and {end!r}")
+    return f"{before}{begin}{layers_text(import_graph(source_texts()))}\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def _register(owner: Any, name: str, rule: Rule, decorator: str) -> None:
     if fn is None:
         raise AttributeError(f"{getattr(owner, '__name__', owner)} has no function {name!r} to register")
     origin = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", "")
-    if isinstance(fn, OpOverload | OpOverloadPacket) or hasattr(fn, "_opoverload"):
+    if isinstance(fn, OpOverload | OpOverloadPacket | torch.library.CustomOpDef):
         register_op(fn, rule)
     elif origin.partition(".")[0] == "torch":
         register_op(_operator(owner, name), rule)

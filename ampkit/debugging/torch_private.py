@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.data
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-from ampkit.torch_private import ObserverMode
+from ampkit.torch_private import ObserverMode, OpOverload, private
 
 __all__ = [
     "FakeTensor",
@@ -31,19 +28,32 @@ __all__ = [
     "without_dispatch",
 ]
 
-without_dispatch = torch._C._DisableTorchDispatch
-current_node = torch._C._current_autograd_node
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
+else:
+    FakeTensor = private("_subclasses.fake_tensor.FakeTensor")
+    StorageWeakRef = private("multiprocessing.reductions.StorageWeakRef")
+    LoaderIterator = private("utils.data.dataloader._BaseDataLoaderIter")
+
+without_dispatch: Any = private("_C._DisableTorchDispatch")
+current_node: Any = private("_C._current_autograd_node")
 # Of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
-next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+next_sequence_number: Any = private("_C._autograd._get_sequence_nr")
 
 # Sets the versions of tensors, by which autograd notices that a saved tensor was written in place.
-set_version = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore[reportAttributeAccessIssue]
-negative_view = torch._neg_view  # of the same memory, with the negative bit set
+set_version: Any = private("_C._autograd._unsafe_set_version_counter")
+negative_view: Any = private("_neg_view")  # of the same memory, with the negative bit set
+
+_storage_of: Any = private("UntypedStorage._new_with_weak_ptr")
+private("UntypedStorage._cdata")
+private("Tensor._is_zerotensor")
 
 
 def revived(weak: StorageWeakRef) -> Any:
     """The storage of a weak reference; None if it is freed."""
-    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return _storage_of(weak.cdata)
 
 
 def node_name(node: Any) -> str:

@@ -194,3 +194,30 @@ def test_a_comparison_goes_through_the_products(rule):
         step()
     ((_, reference),) = losses
     assert reference == pytest.approx(model(x).square().mean().item(), rel=1e-5)
+
+
+LOW, HIGH = torch.ones(16, 16, dtype=torch.bfloat16), torch.ones(16, 16)
+RESULTS = {  # for each rule an operator, a call of it, and the dtype of the result in a region in bfloat16
+    Rule.LOWER: ("aten::mm", lambda: torch.mm(HIGH, HIGH), torch.bfloat16),
+    Rule.LOWER_FLOAT32_OUT: ("aten::mm", lambda: torch.mm(LOW, LOW), torch.float32),
+    Rule.FLOAT32: ("aten::mm", lambda: torch.mm(LOW, LOW), torch.float32),
+    Rule.FLOAT32_DTYPE_ARG: ("aten::sum", lambda: LOW.sum(), torch.float32),
+    Rule.PROMOTE: ("aten::mm", lambda: torch.mm(HIGH, LOW), torch.float32),
+    Rule.BANNED: ("aten::mm", lambda: torch.mm(HIGH, HIGH), None),
+    Rule.DECOMPOSE: ("aten::matmul", lambda: HIGH @ HIGH, torch.bfloat16),
+    Rule.KEEP: ("aten::mm", lambda: torch.mm(HIGH, HIGH), torch.float32),
+    **dict.fromkeys(RULES, ("aten::mm", lambda: torch.mm(HIGH, HIGH), torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_every_rule_is_handled(rule):
+    op, call, dtype = RESULTS[rule]
+    with record_casts() as record, autocast("cpu", torch.bfloat16, policy=Policy.default("cpu").with_rules({op: rule})):
+        if dtype is None:
+            with pytest.raises(RuntimeError, match="unsafe under autocast"):
+                call()
+        else:
+            assert call().dtype is dtype
+    if rule in RULES:
+        assert [each.float8 for each in record.calls] == [rule.name]

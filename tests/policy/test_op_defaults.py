@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy, autocast
+from ampkit import Policy, Rule, autocast
 
 BF16 = torch.bfloat16
 
@@ -64,3 +64,27 @@ def test_the_encoder_s_inference_path_takes_a_padding_mask() -> None:
             got = encoder(x, src_key_padding_mask=padding)
     assert got.dtype is BF16
     torch.testing.assert_close(got.float()[1], exact[1], atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (BF16, torch.float32), (torch.float32, BF16)])
+def test_experts_compute_in_the_dtype_of_the_region(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    x = torch.randn(32, 16, dtype=dtypes[0], requires_grad=True)
+    weight = torch.randn(4, 16, 8, dtype=dtypes[1], requires_grad=True)
+    ends, upstream = torch.tensor([8, 16, 24, 32], dtype=torch.int32), torch.randn(32, 8, dtype=BF16)
+    want = nn.functional.grouped_mm(x.to(BF16), weight.to(BF16), offs=ends)
+    want_grads = torch.autograd.grad(want, (x, weight), upstream)
+    with default():
+        got = nn.functional.grouped_mm(x, weight, offs=ends)
+    got_grads = torch.autograd.grad(got, (x, weight), upstream)
+    for ours, theirs in zip((got, *got_grads), (want, *want_grads), strict=True):
+        assert ours.dtype is theirs.dtype
+        assert torch.equal(ours, theirs)
+    with autocast("cpu", BF16, policy=Policy.torch("cpu")):
+        assert nn.functional.grouped_mm(x.float(), weight.float(), offs=ends).dtype is torch.float32
+
+
+def test_the_function_of_experts_is_a_key_and_has_no_fp8_form() -> None:
+    policy = Policy.default("cuda")
+    assert policy.rule_for(nn.functional.grouped_mm) is policy.rule_for("aten::_grouped_mm") is Rule.LOWER
+    with pytest.raises(ValueError, match=r"'aten::_grouped_mm' cannot follow FLOAT8_ROWWISE: it has no FP8 form; aten"):
+        policy.with_rules({nn.functional.grouped_mm: Rule.FLOAT8_ROWWISE})

@@ -42,7 +42,7 @@ def test_form() -> None:
 
 
 def test_the_architecture_page_is_what_the_sources_say() -> None:
-    """The drawing of the layers and the list of private names. Tests and benchmarks import without a circle too."""
+    """The drawing of the layers. Tests and benchmarks import without a circle too."""
     page = ARCHITECTURE.read_text(encoding="utf-8")
     assert page == TOOLS["render"](page), "run: python docs/make_architecture.py"
     for name in ("benchmarks", "tests"):
