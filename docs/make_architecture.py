@@ -1,7 +1,7 @@
 """Write the drawing of the layers in architecture.md, from the imports. Run: python docs/make_architecture.py
 
 `tests/repository/test_form.py` compares the page with the sources by the same functions, and finds private names of
-torch by `private_names`. docs/versions.md lists the names that ampkit needs.
+torch by `private_names`.
 
 A package is a folder of `ampkit/`, or a module beside the folders; `kernels/ampkit_kernels` is one. It is one layer
 above the highest package that it imports, wherever in its code the import is: at the top, inside a function, or for
@@ -137,7 +137,7 @@ def private_names(source: str) -> set[str]:
             node = node.value
         if parts and isinstance(node, ast.Name) and node.id in bound:
             reached.add(".".join((bound[node.id], *parts)))
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "private":  # see `lookup`
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "private":  # of `torch_private`
             reached |= {f"torch.{name.value}" for name in node.args[:1] if isinstance(name, ast.Constant)}
     private = {short for name in reached if (short := _to_private_part(name))}
     return {name for name in private if not any(other.startswith(f"{name}.") for other in private)}

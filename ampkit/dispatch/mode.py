@@ -160,7 +160,7 @@ def call_by_rule(
     elif rule is Rule.BANNED:
         if any(casting.is_eligible(tensor, device_type) for tensor in casting.tensors((*args, *kwargs.values()))):
             raise RuntimeError(_banned_message(op))
-    elif rule in PRODUCT_RULES:
+    elif rule is not Rule.KEEP:
         call = PRODUCT_RULES[rule].prepare(rule, op, args, kwargs, device_type, cache)
         return call or call_by_rule(Rule.LOWER, op, args, kwargs, device_type, cache)
     return op._op, args, kwargs

@@ -21,7 +21,7 @@ from ampkit.dtypes import REAL_FLOATS, SIXTEEN_BIT, as_dtype, short
 from ampkit.half_precision.boundary import Boundary, put_boundary, refuse_bounded, refuse_patched
 from ampkit.policy.module_paths import is_container, is_scripted
 from ampkit.policy.module_rules import matches
-from ampkit.torch_private import BatchNorm, InstanceNorm
+from ampkit.torch_private import BatchNorm, InstanceNorm, local_tensors
 
 __all__ = ["BATCH_NORMS", "NORMS", "Buffers", "half"]
 
@@ -246,7 +246,7 @@ def _matches(key: Any, module: Any, path: str) -> bool:
 
 def _holds(dtype: torch.dtype, buffer: Tensor) -> bool:
     """Return whether `dtype` holds every value of a buffer exactly, but for one large negative value, as in a mask."""
-    values: Tensor = getattr(buffer, "_local_tensor", buffer).detach()  # a DTensor's shard
+    values = local_tensors([buffer])[0].detach()
     if values.is_meta:
         return False
     inexact = values[(values.to(dtype) != values) & ~values.isnan()]
@@ -260,7 +260,7 @@ def _may_count(buffer: Tensor) -> bool:
 
 def _overflowing_magnitude(param: Tensor, dtype: torch.dtype) -> float | None:
     """Return the largest finite magnitude in a parameter if `dtype` cannot hold it, otherwise None."""
-    local: Tensor = getattr(param, "_local_tensor", param).detach()  # a DTensor's shard
+    local = local_tensors([param])[0].detach()
     if local.is_meta or local.dtype not in REAL_FLOATS or local.dtype is dtype or not local.numel():
         return None
     largest = local.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()

@@ -544,7 +544,7 @@ def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: tor
 
 
 def test_a_compiled_step_that_calls_backward_after_a_region_ends() -> None:
-    """Torch holds a lock while it calls `policy_mark`: where Dynamo compiled that, it would wait for itself."""
+    """Torch holds a lock while it calls the guard: if Dynamo compiled that call, it would wait for itself."""
     layer, policy = nn.Linear(4, 4), Policy.torch("cpu").with_rules({"aten::linear": Rule.FLOAT32})
 
     def train(x: Tensor) -> None:

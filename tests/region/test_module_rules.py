@@ -233,3 +233,14 @@ def test_a_policy_keeps_no_model_alive():
     assert policy.to_dict()["modules"] == [["head", "float32"]]
     model = Model()
     assert dtypes(model, policy.for_modules(model, {"head": FP32})) == only("head")
+
+
+def test_rules_are_found_by_their_text_after_equal_ones_are_gone():
+    """Graphs hold a policy as its text, and module rules in it as a number that equal rules share."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    policy = Policy.default("cpu").for_modules(model, {"0": torch.float32})
+    equal = Policy.from_dict(policy.to_dict(), model)
+    assert equal == policy
+    del equal
+    gc.collect()
+    assert Policy.from_text(policy.text).modules == policy.modules

@@ -148,7 +148,7 @@ last.itself = last
 
 @pytest.mark.parametrize("before", [True, False], ids=["", "first region at exit"])
 def test_regions_that_are_entered_while_the_process_exits(before):
-    """As torch's: in functions of `atexit` that run last, and in `__del__` of what the interpreter frees at the end."""
+    """As torch's: in exit functions that run last, and in `__del__` of what the interpreter frees at the end."""
     code = AT_EXIT.format(torchs=False, before=before)
     printed = fresh_python(code)
     assert printed == fresh_python(AT_EXIT.format(torchs=True, before=before))

@@ -186,7 +186,7 @@ def keeps(policy: Policy) -> None:
         assert again == policy
         assert hash(again) == hash(policy)
         assert repr(again) == repr(policy)
-    assert Policy.from_dict(json.loads(policy.text)).overrides == policy.overrides
+    assert Policy.from_text(policy.text) == policy
     if policy.device_type == "cpu":
         with autocast("cpu", policy=policy):
             pass
