@@ -93,9 +93,9 @@ def write(device_type: str, key: Any, state: State, now: State) -> None:
         set_excluded(_OTHER_KEY[key], other_excluded)
     if mark is not now.mark:
         write_mark(mark, now.mark)
-    if dtype is not now.dtype:
-        _set_dtype(device_type, dtype)
-    _set_enabled(device_type, enabled)  # these two in any case, since code in the region may have changed them
+    # torch's autocast state is written in any case, since code in the region may have changed it.
+    _set_dtype(device_type, dtype)
+    _set_enabled(device_type, enabled)
     _set_cache_flag(cache_enabled)
 
 

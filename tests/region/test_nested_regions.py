@@ -23,6 +23,16 @@ def test_exceptions_go_through(region, error):
     assert state() == before
 
 
+@both
+def test_torchs_state_that_code_in_a_region_sets_is_restored(region):
+    before = state()
+    with region("cpu", torch.get_autocast_dtype("cpu")):
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", FP16)
+        torch.set_autocast_cache_enabled(False)
+    assert state() == before
+
+
 def test_one_object_inside_itself():
     """Entered while it is open, it restores both entries. torch.amp leaves autocast on afterwards."""
     made = torch.autocast("cpu", FP16)
