@@ -102,6 +102,39 @@ def test_updates_of_16_bit_weights(store: Callable[..., None], is_lost: bool) ->
     assert any(each.check == "updates" for each in examined(run).findings) == is_lost
 
 
+class Decayed(torch.optim.Optimizer):
+    """Two writes in each step: a decay that is too small for 16 bits, and an update of which some elements are."""
+
+    def __init__(self, parameters: Any, updates: Tensor) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.updates = updates
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - 1e-6).add_(self.updates)
+
+
+@pytest.mark.parametrize("small", [0, 20, 40])
+def test_updates_of_which_some_are_rounded_away(small: int) -> None:
+    """Elements that are rounded up do not make up for those that are rounded away, and each step is one update."""
+    updates = torch.full((64,), 0.75 * 2.0**-7)  # rounded up to a unit in the last place of numbers from 1 to 2
+    updates[:small] = 0.25 * 2.0**-7
+
+    def run() -> None:
+        p = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = Decayed([p], updates.bfloat16())
+        for _ in range(4):
+            optimizer.zero_grad()
+            p.sum().backward()
+            with torch.no_grad():
+                optimizer.step()
+
+    found = [each for each in examined(run).findings if each.check == "updates"]
+    expected = [] if not small else [(f"{small / 64:.0%}", "aten::add_.Tensor")]
+    assert [(each.what.split()[0], each.place.op) for each in found] == expected
+
+
 def test_additions_to_different_views_of_a_tensor_are_different_sums() -> None:
     def run() -> None:
         for _ in range(12):
