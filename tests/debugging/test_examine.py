@@ -115,8 +115,8 @@ def test_rounding_of_a_sum_that_moves_is_no_finding() -> None:
 # --- casts older than their weights
 
 
-def steps_inside(region: Callable[[], Any], *, step: bool = True) -> Callable[[], None]:
-    model = nn.Linear(4, 4)
+def steps_inside(region: Callable[[], Any], model: nn.Module | None = None, *, step: bool = True) -> Callable[[], None]:
+    model = model or nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def run() -> None:
@@ -138,6 +138,12 @@ def test_casts_that_are_older_than_their_weights() -> None:
     )
     assert (found.grade, found.kind, found.place.line) == ("error", "stale cast", line_of("region"))
     assert "linear" in found.place.op or "addmm" in found.place.op
+
+
+def test_one_mistake_is_one_finding_for_all_layers() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    run = steps_inside(lambda: torch.autocast("cpu", dtype=B16), layers)
+    assert sum(each.check == "stale casts" for each in findings(run, layers)) == 1
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class Linearity(Check):
         found = self._tried(lambda each: _listed(node.apply(*each)), given, saved.restore)
         if found is not None:
             name = type(node)._forward_cls.__qualname__.rpartition(".<locals>.")[2]
-            # `results` has an entry for each argument, `next_functions` for each tensor, without a node if it needs none.
+            # `results` has an entry for each argument, `next_functions` for each tensor: None if it needs no gradient.
             nodes = [following for following, _ in node.next_functions if following is not None]
             needed = [wrong for wrong, need in zip(found.results, node.needs_input_grad, strict=False) if need]
             following = [each for each, wrong in zip(nodes, needed, strict=False) if wrong]
