@@ -198,6 +198,47 @@ def test_iterations_are_counted_and_not_steps() -> None:
     assert [(each.grade, each.last) for each in report.findings] == [("note", 11)]
 
 
+def test_a_scale_that_has_fallen_as_far_as_it_can_is_a_note() -> None:
+    """The inverse of a subnormal scale is inf in float32."""
+
+    def run() -> None:
+        model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=2.0**-140)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    (found,) = [each for each in examined(run).findings if each.place.phase == "scaler"]
+    assert found.grade == "note"
+    assert found.cause.text == f"the loss scale has fallen to {2.0**-140:.3g}, and its inverse is not finite"
+
+
+def test_gradients_that_are_zero_in_float32_too_are_right() -> None:
+    def run() -> None:
+        model = nn.Linear(4, 1)
+        with autocast("cpu", torch.bfloat16):
+            loss = (model(torch.ones(2, 4)) * 0).float().sum()
+        loss.backward()
+
+    assert [each.what for each in examined(run).findings if each.check == "precision"] == []
+
+
+@pytest.mark.parametrize("optimizes", [False, True])
+def test_a_loop_without_an_optimizer_says_what_is_not_checked(optimizes: bool) -> None:
+    def run() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            if optimizes:
+                optimizer.step()
+            model.zero_grad()
+
+    report = examined(run)
+    assert report.steps == (3 if optimizes else 1)
+    assert any(each.startswith("changes between steps: no optimizer") for each in report.not_checked) != optimizes
+
+
 # --- the command
 
 

@@ -246,6 +246,7 @@ class Updates(Check):
                 check=self.name,
                 cause=Cause(kind),
                 what=f"the gradient of {', '.join(names[:3])}{more} {what}",
+                place=state.place,
                 last=self.run.step - 1,
             )
             origin = state.zero.get(parameters[0])
