@@ -77,8 +77,8 @@ class Examination:
         self.chosen_step: int | None = None  # the only step with expensive checks; None: choose
         self.on_step: Callable[[], None] = lambda: None  # called when a step has ended
         self.on_operator: Callable[[], None] = lambda: None  # called now and then, for progress
-        self._classes = tuple(checks)
-        self._checks: list[Check] = []
+        self._checks = [check(self.run, self._add) for check in checks]
+        self._expensive = [check for check in self._checks if check.is_expensive]
         self._raises = on_nonfinite == "raise"
         self._random = random.Random(0)  # not the run's own
         self._started = self._chosen_since = self._expensive_time = 0.0
@@ -88,7 +88,6 @@ class Examination:
 
     def __enter__(self) -> Report:
         run = self.run
-        self._checks = [check(run, self._add) for check in self._classes]
         run.operator_starts = overridden(self._checks, "operator_starts")
         run.operator_ran = [*overridden(self._checks, "operator_ran"), self._progress]
         run.on_step_starts, run.on_step_ended, run.on_step_counted = (
@@ -120,8 +119,6 @@ class Examination:
         self._note_skips()
         if not run.loop.optimizers and not report.steps > 1:
             report.not_checked.append("changes between steps: no optimizer stepped, so the run counts as one step")
-        self._checks = []
-        run.release()
 
     def _backward_starts(self, roots: list[Tensor], scaled: bool) -> None:
         for check in self._checks:
@@ -185,9 +182,8 @@ class Examination:
             )
             self._found_before = found
         self._chosen_since = time.process_time()
-        for check in self._checks:
-            if check.is_expensive:
-                check.step_chosen(self._chosen)
+        for check in self._expensive:
+            check.step_chosen(self._chosen)
 
     def _note_skips(self) -> None:
         """Report the cause if a scaler skips many steps, more than while its scale settles."""

@@ -1,7 +1,6 @@
 """Operators that no tool observes, bad arguments of the tools, and that no hook stays registered."""
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,21 +127,3 @@ def test_iterations_of_several_optimizers() -> None:
         for _ in range(10):
             one.step_ended(optimizer)
     assert 50 <= one.number <= 60
-
-
-def test_nothing_of_the_run_outlives_the_examination() -> None:
-    """A DDP module that the tool keeps would be freed at exit, after its process group."""
-    model = nn.Linear(4, 1)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-    examination = Examination()
-    with examination as report:
-        for _ in range(2):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    refs = [weakref.ref(each) for each in (model, model.weight, optimizer, scaler)]
-    del model, optimizer, scaler
-    gc.collect()
-    assert [ref() for ref in refs] == [None] * 4
-    assert (report.steps, examination.run.step) == (2, 2)

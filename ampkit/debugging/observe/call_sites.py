@@ -160,11 +160,6 @@ class ModuleCalls:
         """The model, or without one the outermost modules that ran."""
         return [self.model] if self.model is not None else list(self._roots.values())
 
-    def release(self) -> None:
-        """Keep no module of the run but the model."""
-        self._roots.clear()
-        self._running.stack.clear()
-
     def new_step(self) -> None:
         """Count calls from 1 again."""
         self._numbers.clear()

@@ -105,16 +105,6 @@ class Observer(ObserverMode):
     def __exit__(self, *error: Any) -> None:
         self._open.close()
 
-    def release(self) -> None:
-        """Keep no module, tensor or optimizer of the run: a DDP module must not outlive its process group for long."""
-        if self.tape is not None:
-            self.tape.clear()
-        self._forward, self._forward_before = {}, {}
-        self._optimizer = None
-        self.operator_starts, self.operator_ran = [], []
-        self.modules.release()
-        self.loop.release()
-
     def _begin(self, stack: ExitStack) -> None:
         """Observe operators from now on; before, only steps are counted."""
         self.begun = True

@@ -121,10 +121,6 @@ class TrainingLoop:
     def __exit__(self, *error: Any) -> None:
         self._open.close()
 
-    def release(self) -> None:
-        """Keep no scaler or optimizer of the run."""
-        self.listeners, self.optimizers, self.scaler = [], [], None
-
     def _wrap(self, stack: ExitStack, owner: Any, name: str, event: str) -> None:
         """Deliver an event around a function."""
         inner = vars(owner)[name]
