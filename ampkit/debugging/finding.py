@@ -153,7 +153,8 @@ class Finding:
             return False
         if not self.place.file and not self.place.op:
             return self.what == other.what
-        keys = ("file", "line", "op", "module", "backward_of")
+        # The layers of a model share their lines.
+        keys = ("file", "line", "op", "backward_of") if self.place.file else ("op", "module", "backward_of")
         return all(getattr(self.place, key) == getattr(other.place, key) for key in keys)
 
     def merge(self, other: Finding) -> None:

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampkit.debugging.changes import code_of, has_float8, inherits, policy_of, replaced_regions, wider, without_float8
 from ampkit.debugging.finding import VERSION, plain
 from ampkit.debugging.observe.call_sites import ModuleCalls
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.observe.training_loop import TrainingLoop
-from ampkit.debugging.regions import code_of, has_float8, inherits, policy_of, replaced_regions, wider, without_float8
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.policy import Policy

@@ -105,7 +105,9 @@ def _result(steps: int, before: Losses, after: Losses) -> _Outcome:
         if not math.isfinite(last) or (math.isfinite(first) and abs(last) > 1 + 100 * abs(first)):
             return _Outcome(False, f"the loss of {site[0]}:{site[1]} diverges")
     text = f"did not recur in {steps} step{'s' if steps > 1 else ''}"
-    for site, losses in after.items():
+    sites = sorted(after, key=lambda site: all(map(math.isfinite, before.get(site, {}).values())))
+    for site in sites:  # that of a loss which was not finite first
+        losses = after[site]
         common = max(before.get(site, {}).keys() & losses.keys(), default=None)
         if common is not None:
             place = f"{site[0]}:{site[1]}" if len(after) > 1 else ""

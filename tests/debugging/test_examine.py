@@ -1,6 +1,7 @@
 """`examine` and `ampkit debug train.py`: one run, one ranked list."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ def test_rounding_of_a_sum_that_moves_is_no_finding() -> None:
 # --- casts older than their weights
 
 
-def steps_inside(region: Callable[[], Any], *, step: bool = True) -> Callable[[], None]:
-    model = nn.Linear(4, 4)
+def steps_inside(region: Callable[[], Any], model: nn.Module | None = None, *, step: bool = True) -> Callable[[], None]:
+    model = model or nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def run() -> None:
@@ -138,6 +139,12 @@ def test_casts_that_are_older_than_their_weights() -> None:
     )
     assert (found.grade, found.kind, found.place.line) == ("error", "stale cast", line_of("region"))
     assert "linear" in found.place.op or "addmm" in found.place.op
+
+
+def test_one_mistake_is_one_finding_for_all_layers() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    run = steps_inside(lambda: torch.autocast("cpu", dtype=B16), layers)
+    assert sum(each.check == "stale casts" for each in findings(run, layers)) == 1
 
 
 @pytest.mark.parametrize(
@@ -501,6 +508,38 @@ def test_examine_tries_a_change_and_restores_everything(policy: Policy | None, s
     assert first.fix.verified
     assert first.fix.code.startswith(f'policy = {start}.for_modules(model, {{"0": torch.float32')
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_losses_before_and_after_a_change_are_of_one_line_and_step() -> None:
+    """Of two optimizers, each with a loss of its own, of which one overflows in float16."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    nn.init.constant_(model.get_parameter("1.weight"), 1e4)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1e-6) for layer in model]
+    values: dict[str, list[float]] = {"small": [], "large": []}
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        small = model[0](torch.ones(2, 4)).square().mean()
+        small.backward()  # small loss
+        with autocast("cpu", dtype=F16):
+            large = model[1](torch.full((2, 4), 100.0)).float().mean()
+        large.backward()  # large loss
+        for optimizer in optimizers:
+            optimizer.step()
+        values["small"].append(small.item())
+        values["large"].append(large.item())
+
+    first = debugging.examine(step, model, steps=2).ranked()[0]
+    assert (first.kind, first.fix.verified) == ("overflow", True)
+    found = re.fullmatch(
+        r"did not recur in 4 steps; loss of .*test_examine.py:(\d+) in step (\d): (\S+) -> (\S+)", first.fix.result
+    )
+    assert found is not None
+    line, number, before, after = found.groups()
+    assert (int(line), before) == (line_of("large loss"), f"{values['large'][int(number)]:.4g}")
+    assert after == f"{values['large'][-4 + int(number)]:.4g}"
 
 
 # --- the command

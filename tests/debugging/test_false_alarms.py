@@ -102,6 +102,39 @@ def test_updates_of_16_bit_weights(store: Callable[..., None], is_lost: bool) ->
     assert any(each.check == "updates" for each in examined(run).findings) == is_lost
 
 
+class Decayed(torch.optim.Optimizer):
+    """Two writes in each step: a decay that is too small for 16 bits, and an update of which some elements are."""
+
+    def __init__(self, parameters: Any, updates: Tensor) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.updates = updates
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - 1e-6).add_(self.updates)
+
+
+@pytest.mark.parametrize("small", [0, 20, 40])
+def test_updates_of_which_some_are_rounded_away(small: int) -> None:
+    """Elements that are rounded up do not make up for those that are rounded away, and each step is one update."""
+    updates = torch.full((64,), 0.75 * 2.0**-7)  # rounded up to a unit in the last place of numbers from 1 to 2
+    updates[:small] = 0.25 * 2.0**-7
+
+    def run() -> None:
+        p = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = Decayed([p], updates.bfloat16())
+        for _ in range(4):
+            optimizer.zero_grad()
+            p.sum().backward()
+            with torch.no_grad():
+                optimizer.step()
+
+    found = [each for each in examined(run).findings if each.check == "updates"]
+    expected = [] if not small else [(f"{small / 64:.0%}", "aten::add_.Tensor")]
+    assert [(each.what.split()[0], each.place.op) for each in found] == expected
+
+
 def test_additions_to_different_views_of_a_tensor_are_different_sums() -> None:
     def run() -> None:
         for _ in range(12):
@@ -163,6 +196,47 @@ def test_iterations_are_counted_and_not_steps() -> None:
     report = examined(run)
     assert report.steps == 12
     assert [(each.grade, each.last) for each in report.findings] == [("note", 11)]
+
+
+def test_a_scale_that_has_fallen_as_far_as_it_can_is_a_note() -> None:
+    """The inverse of a subnormal scale is inf in float32."""
+
+    def run() -> None:
+        model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=2.0**-140)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    (found,) = [each for each in examined(run).findings if each.place.phase == "scaler"]
+    assert found.grade == "note"
+    assert found.cause.text == f"the loss scale has fallen to {2.0**-140:.3g}, and its inverse is not finite"
+
+
+def test_gradients_that_are_zero_in_float32_too_are_right() -> None:
+    def run() -> None:
+        model = nn.Linear(4, 1)
+        with autocast("cpu", torch.bfloat16):
+            loss = (model(torch.ones(2, 4)) * 0).float().sum()
+        loss.backward()
+
+    assert [each.what for each in examined(run).findings if each.check == "precision"] == []
+
+
+@pytest.mark.parametrize("optimizes", [False, True])
+def test_a_loop_without_an_optimizer_says_what_is_not_checked(optimizes: bool) -> None:
+    def run() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            if optimizes:
+                optimizer.step()
+            model.zero_grad()
+
+    report = examined(run)
+    assert report.steps == (3 if optimizes else 1)
+    assert any(each.startswith("changes between steps: no optimizer") for each in report.not_checked) != optimizes
 
 
 # --- the command

@@ -30,6 +30,19 @@ class Ready(torch.autograd.Function):
         return ctx.gradient  # here
 
 
+class Power(torch.autograd.Function):
+    """A loss computed in forward, whose first arguments have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, power: int, target: Tensor, x: Tensor) -> Tensor:
+        ctx.gradient = power * (x - target)
+        return (x - target).pow(power).sum()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.gradient  # here
+
+
 class InPlace(torch.autograd.Function):
     """A fused loss: it multiplies its saved gradient in place, and frees what it does not need any more."""
 
@@ -117,6 +130,20 @@ def test_a_gradient_from_forward(scaled: bool, factor: float, grade: str) -> Non
     assert "returns all of its gradient" in finding.cause.text
     assert "2.weight and 3 more" in finding.what or " and 3 more" in finding.what
     assert at(finding) == line_of(Ready.backward)
+
+
+def test_arguments_without_a_gradient() -> None:
+    """Before the one with a gradient: a number, which autograd has no edge for, and a tensor that needs none."""
+    [finding] = found(lambda model, x: Power.apply(2, torch.ones(4), model(x)) * 2.0**-8, scaled=False)
+    assert (finding.grade, finding.kind) == ("error", "not scaled")
+    assert "returns all of its gradient" in finding.cause.text
+    assert "and 3 more" in finding.what
+
+
+def test_an_incoming_gradient_that_overflows() -> None:
+    """As at the first loss scale: the function is tried with another gradient."""
+    [finding] = found(lambda model, x: Ready.apply(model(x).half()).float() * 2.0**8)
+    assert (finding.grade, finding.kind) == ("error", "not scaled")
 
 
 def test_a_part_that_float32_cannot_see() -> None:

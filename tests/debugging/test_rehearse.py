@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, Policy, Rule, autocast, record_casts
 from ampkit.debugging import cli, rehearsal, rehearse
-from ampkit.debugging.regions import replaced_regions
+from ampkit.debugging.changes import replaced_regions
 from ampkit.debugging.rehearsal import compare
 from benchmarks.fragile_models import DifferenceNorm
 from tests.helpers.float8 import policy as float8_policy

@@ -128,7 +128,10 @@ class Linearity(Check):
         found = self._tried(lambda each: _listed(node.apply(*each)), given, saved.restore)
         if found is not None:
             name = type(node)._forward_cls.__qualname__.rpartition(".<locals>.")[2]
-            following = [n for (n, _), wrong in zip(node.next_functions, found.results, strict=False) if wrong]
+            # `results` has an entry for each argument, `next_functions` for each tensor: None if it needs no gradient.
+            nodes = [following for following, _ in node.next_functions if following is not None]
+            needed = [wrong for wrong, need in zip(found.results, node.needs_input_grad, strict=False) if need]
+            following = [each for each, wrong in zip(nodes, needed, strict=False) if wrong]
             ones = len(received) == 1 and received[0] is not None and bool((received[0] == 1).all())
             self._add(found, f"{name}.backward", _code_of(node), _leaves(following), node, starts=ones)
 
@@ -141,8 +144,10 @@ class Linearity(Check):
         is_hook: bool = False,
     ) -> _Nonlinear | None:
         """Run a function with 0, 1 and 2 times its gradients. Return how it is not linear; None if it is."""
-        if any(is_opaque(each) for each in received) or not all(bool(torch.isfinite(each).all()) for each in received):
+        if any(is_opaque(each) for each in received):
             return None
+        # A first loss scale may overflow: any other gradient does.
+        received = [each if bool(torch.isfinite(each).all()) else torch.ones_like(each) for each in received]
         random = [(set_state, get_state()) for get_state, set_state in generators()]
         # A function that runs a backward of its own, as a checkpoint does, must not add to the gradients.
         gradients = [(p, p.grad) for root in self.run.modules.roots() for p in root.parameters()]
@@ -169,7 +174,7 @@ class Linearity(Check):
         zero, one, two = norms
         constant = [each > 0 for each in zero]
         if any(constant):
-            whole = all(z > 0.999 * o for z, o in zip(zero, one, strict=True))
+            whole = all(z > 0.999 * o for z, o in zip(zero, one, strict=True) if o)
             share = math.hypot(*zero) / max(math.hypot(*one), math.hypot(*zero))
             return _Nonlinear("not scaled", share, whole, constant)
         sizes = [each.numel() if isinstance(each, Tensor) else 0 for each in results]

@@ -6,6 +6,7 @@ import contextlib
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,11 +43,26 @@ class _Optimizer:
         self.place = Place()
 
 
+class _Step:
+    """A step of a parameter in 16 bits: its values before and now, and the sum of the exact updates."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.start = self.value = _sample(parameter).clone()
+        self.exact = torch.zeros_like(self.start, dtype=torch.float64)
+        self.op = ""  # the last that wrote
+
+
 class _Update:
-    """The updates of one parameter in 16 bits: products of executed and exact updates, over all checked steps."""
+    """The updates of a parameter in 16 bits that are below half a unit in the last place, over all checked steps.
+
+    Rounding to nearest loses them. Stochastic rounding is right in the mean: the product of executed and exact updates
+    is the square of the exact ones. Larger updates are rounded up as often as down.
+    """
 
     def __init__(self) -> None:
         self.executed = self.exact = 0.0
+        self.small = self.elements = 0  # the number of such updates, and of all
         self.steps: set[int] = set()
         self.has_masters = False  # it is overwritten with a tensor that the optimizer keeps
         self.op = ""
@@ -54,7 +70,19 @@ class _Update:
     @property
     def lost(self) -> float:
         """The fraction that is rounded away; 0 if rounding is right in the mean."""
-        return max(0.0, 1.0 - self.executed / self.exact) if self.exact and not self.has_masters else 0.0
+        if not self.exact or self.has_masters:
+            return 0.0
+        return max(0.0, 1.0 - self.executed / self.exact) * self.small / self.elements
+
+    def add(self, step: _Step, number: int) -> None:
+        executed = step.value.double() - step.start.double()
+        small = (step.exact != 0) & (2 * step.exact.abs() < _units_in_the_last_place(step.start))
+        self.small += int(small.sum())
+        self.elements += int((step.exact != 0).sum())
+        self.exact += float(step.exact[small].square().sum())
+        self.executed += float((executed * step.exact)[small].sum())
+        self.steps.add(number)
+        self.op = step.op
 
 
 class Updates(Check):
@@ -66,7 +94,7 @@ class Updates(Check):
         super().__init__(run, add)
         self._zeros: StorageMap[_Zeros] = StorageMap()
         self._optimizers: dict[Any, _Optimizer] = {}
-        self._stepping: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # 16-bit parameters, with their last values
+        self._stepping: dict[tuple[int, int], _Step] = {}
         self._updates: dict[Tensor, _Update] = {}
         self._sources: StorageMap[int] = StorageMap()  # tensors that were copied to a parameter, and in which step
         self._place = Place()
@@ -125,38 +153,38 @@ class Updates(Check):
         if (state.steps < 10 or state.steps % 10 == 0) and not type(optimizer).__module__.startswith("ampkit"):
             chosen = [p for p in parameters if p.grad is not None and p.dtype in SIXTEEN_BIT]
             plain = [p for p in chosen if type(p) in (Tensor, Parameter) and not is_opaque(p) and p.numel()]
-            self._stepping = {_key(p): (p, _sample(p).clone()) for p in plain}
+            self._stepping = {_key(p): _Step(p) for p in plain}
             self._place = state.place
 
     # --- updates that are rounded away
 
     def _note_update(self, call: Call, index: int, output: Tensor) -> None:
         """Compare a write of a parameter with the same in float64."""
-        parameter, start = self._stepping[_key(output)]
-        value = _sample(output).clone()
-        self._stepping[_key(output)] = parameter, value
+        step = self._stepping[_key(output)]
+        before, step.value = step.value, _sample(output).clone()
         args, kwargs = call.arguments()
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
             args, kwargs = item_of((args, kwargs), index, len(call.outputs))
-        update = self._updates.setdefault(parameter, _Update())
         exact: Tensor | None = None
         if call.facts.base.removeprefix("_foreach_") == "copy":
             exact = tensors_in(args)[-1]
             if not is_opaque(exact):
+                update = self._updates.setdefault(step.parameter, _Update())
                 update.has_masters |= self._sources.get(exact) not in (None, self.run.step)
                 self._sources.set(exact, self.run.step)
         elif call.func is not None:
             with contextlib.suppress(Exception):  # operators without float64 raise many kinds of errors
                 exact = next(iter(run_in_float64(call.func, call.facts, args, kwargs)), None)
-        if exact is None or exact.shape != output.shape or start.shape != value.shape:
+        if exact is None or exact.shape != output.shape or before.shape != step.value.shape:
+            del self._stepping[_key(output)]
             return
-        wanted, executed = _sample(exact).double() - start.double(), value.double() - start.double()
-        update.exact += float(wanted.square().sum())
-        update.executed += float((executed * wanted).sum())
-        update.steps.add(self.run.step)
-        update.op = update.op or call.facts.name
+        step.exact += _sample(exact).double() - before.double()
+        step.op = call.facts.name
 
     def step_ended(self, optimizer: Any, *, complete: bool = True) -> None:
+        for step in self._stepping.values():
+            if step.op:
+                self._updates.setdefault(step.parameter, _Update()).add(step, self.run.step)
         self._stepping = {}
 
     # --- findings
@@ -218,6 +246,7 @@ class Updates(Check):
                 check=self.name,
                 cause=Cause(kind),
                 what=f"the gradient of {', '.join(names[:3])}{more} {what}",
+                place=state.place,
                 last=self.run.step - 1,
             )
             origin = state.zero.get(parameters[0])
@@ -229,6 +258,13 @@ class Updates(Check):
 
 def _key(tensor: Tensor) -> tuple[int, int]:
     return storage_key(tensor), int(tensor.storage_offset())
+
+
+def _units_in_the_last_place(values: Tensor) -> Tensor:
+    """Return the distance from each number to the next in its dtype."""
+    info = torch.finfo(values.dtype)
+    exponents = torch.frexp(values.double().abs().clamp_min(info.smallest_normal)).exponent - 1
+    return info.eps * torch.exp2(exponents.double())
 
 
 def _sample(tensor: Tensor) -> Tensor:
