@@ -235,7 +235,7 @@ class LossScaler(GradScaler):
         self._agree(record, meshes, found_inf)
         flags = merged(record.state["found_inf_per_device"], found_inf)
         record.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
-        return self._combined(flags.values()) if flags else None
+        return combined([*flags.values()], self._where()) if flags else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale as `GradScaler.update` does, and count the update."""

@@ -82,7 +82,8 @@ class Gradients:
         other gradients, and where Triton runs. Call it without autograd. Never synchronizes.
         """
         for device, tensors in self.by_device.items():
-            ampkit_kernels.multiply_(tensors, moved(factor, device), flags[device])
+            local = factor if factor.device == device else moved(factor, device)
+            ampkit_kernels.multiply_(tensors, local, flags[device])
 
     def clamp_(self, clip_value: float) -> None:
         """Clamp every element, and real and imaginary parts, to `[-clip_value, clip_value]`. Never synchronizes."""
@@ -392,7 +393,7 @@ def set_masters(optimizer: Any, masters: Any) -> None:
 
 def take_master_gradients(optimizer: Any) -> None:
     """Move gradients that arrived at 16-bit parameters to their masters; no-op for an optimizer without masters."""
-    masters = masters_of(optimizer)
+    masters = getattr(optimizer, _MASTERS, None)
     if masters is not None:
         masters.take_gradients_()
 

@@ -32,12 +32,16 @@ class Agreement:
     Args:
         meshes: the groups of each mesh that a DTensor spans, in the same order on all ranks.
         group: a process group whose ranks skip together besides; None: there is none.
+
+    Attributes:
+        groups: the groups over which flags are reduced, one after the other; empty for a rank that skips alone.
     """
 
     def __init__(self, meshes: Iterable[Groups], group: Any = None) -> None:
         self._meshes = tuple(meshes)
         self._dimensions = [*dict.fromkeys(chain(*self._meshes))]
         self._own = None if group in self._dimensions else group
+        self.groups = self._dimensions if self._own is None else [*self._dimensions, self._own]
 
     def agree(self, found_inf: dict[torch.device, Tensor], device: torch.device) -> None:
         """Set every flag to the maximum over all ranks, in place. Synchronizes by the collectives alone.
@@ -46,11 +50,10 @@ class Agreement:
             found_inf: flags by device; a rank without gradients takes part with a clear flag on `device`.
             device: where the flags are combined, of the same type on every rank.
         """
-        groups = self._dimensions if self._own is None else [*self._dimensions, self._own]
-        if not groups:
+        if not self.groups:
             return
         flag = _joined_flag(found_inf, device).clone()
-        for group in groups:
+        for group in self.groups:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         _set(found_inf, flag)
 
@@ -93,6 +96,10 @@ class Agreement:
             (flag,) = _reduced([flag], norm_type, self._own)
         _set(found_inf, flag.ne(0).float())
         return _root(_joined(powers.values(), norm_type), norm_type, dtype)
+
+
+ALONE = Agreement(())
+"""A rank that skips alone."""
 
 
 def _spans_all(groups: Groups) -> bool:

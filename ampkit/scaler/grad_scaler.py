@@ -25,7 +25,7 @@ import math
 import numbers
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -40,6 +40,7 @@ from ampkit.containers import map_tensors
 from ampkit.gradients import clipping, ranks, step_contract
 from ampkit.gradients.collect import (
     Gradients,
+    collect,
     combined,
     gradients_of,
     host_value_or_none,
@@ -220,11 +221,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker; `AssertionError` with the method's name if there are none."""
-        scale, tracker = super()._check_scale_growth_tracker(funcname)
+        if self._scale is None or self._growth_tracker is None:
+            super()._check_scale_growth_tracker(funcname)  # raises
         if self._history is None:  # other code has set both
-            self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
-            self._history = History(scale.device, self._init_totals)
-        return scale, tracker
+            self._counters = self._rule.init(self._scale.device, **self._init_counters)[2:]
+            self._history = History(self._scale.device, self._init_totals)
+        return self._scale, self._growth_tracker
 
     def _first_state(self, device: torch.device) -> ScaleState:
         """The scale and counters to begin with: the strategy's, or those that were loaded."""
@@ -323,7 +325,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("unscale_")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("unscale_")
         record = self._record_of(optimizer)
         state = record.state
         if state["stage"] is OptState.STEPPED:
@@ -350,7 +353,9 @@ class GradScaler(torch.amp.GradScaler):
         record = self._lasting_record_of(optimizer)
         gradients = self._gradients(record, optimizer, allow_fp16)
         inv_scale, found_inf = inv_scale.reshape(()), found_inf.reshape(())
-        flags = {device: moved(found_inf, device) for device in gradients.by_device}
+        flags: Flags = {}
+        for device in gradients.by_device:
+            flags[device] = found_inf if found_inf.device == device else moved(found_inf, device)
         with torch.set_grad_enabled(False):  # at half the cost of torch.no_grad()
             if self._rule.scales_losses:
                 gradients.unscale_(inv_scale, flags)
@@ -383,23 +388,26 @@ class GradScaler(torch.amp.GradScaler):
         self, record: OptimizerRecord, optimizer: Any, allow_fp16: bool = True, **options: bool
     ) -> Gradients:
         """Collect the optimizer's gradients, and mark them as its own in this iteration."""
-        gradients = gradients_of(optimizer, allow_fp16=allow_fp16, **options)
+        take_master_gradients(optimizer)
+        gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer, **options)
         if record.optimizer is not None:
             claim(gradients.originals, record, self._by_mark)
         return gradients
 
-    def _agreement_of(self, record: OptimizerRecord, meshes: Iterable[tuple[Any, ...]]) -> ranks.Agreement:
+    def _agreement_of(self, record: OptimizerRecord, meshes: Collection[tuple[Any, ...]]) -> ranks.Agreement:
         """Return the ranks that must skip together: of the meshes of gradients, and of `process_group`."""
         own_group = self.process_group
         if own_group is None and record.holds_shards and ranks.several():
             own_group = torch.distributed.group.WORLD  # shards of FSDP1 do not name the ranks with the other parts
-        record.agreement = ranks.Agreement(meshes, own_group)
+        record.agreement = ranks.Agreement(meshes, own_group) if meshes or own_group is not None else ranks.ALONE
         return record.agreement
 
-    def _agree(self, record: OptimizerRecord, meshes: Iterable[tuple[Any, ...]], flags: Flags) -> None:
+    def _agree(self, record: OptimizerRecord, meshes: Collection[tuple[Any, ...]], flags: Flags) -> None:
         """Make flags the same on all ranks that must skip together."""
-        device = self._where() if self._scale is not None or not flags else next(iter(flags))
-        self._agreement_of(record, meshes).agree(flags, device)
+        agreement = self._agreement_of(record, meshes)
+        if agreement.groups:
+            device = self._where() if self._scale is not None or not flags else next(iter(flags))
+            agreement.agree(flags, device)
 
     def _record_of(self, optimizer: Any) -> OptimizerRecord:
         """Return an optimizer's record in this iteration, which it joins.
@@ -462,7 +470,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             take_master_gradients(optimizer)
             return clipping.clip_unscaled(parameters(optimizer), max_norm, norm_type, process_group)
-        self._check_scale_growth_tracker("clip_grad_norm_")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("clip_grad_norm_")
         record = self._record_of(optimizer)
         if record.state["stage"] is OptState.STEPPED:
             raise _too_late("clip_grad_norm_")
@@ -474,8 +483,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _clip(self, record: OptimizerRecord, max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
         """Unscale unless that is done, check and clip. Return the unscaled norm."""
-        gradients, norm, factor = self._norm(record, max_norm, norm_type, process_group, self.allow_fp16)
         with torch.set_grad_enabled(False):
+            gradients, norm, factor = self._norm(record, max_norm, norm_type, process_group, self.allow_fp16)
             gradients.multiply_(factor, record.state["found_inf_per_device"])
         record.state["stage"] = OptState.UNSCALED
         return norm
@@ -489,6 +498,8 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool = True,
     ) -> tuple[Gradients, Tensor, Tensor]:
         """Read the gradients, set their flags, and compare their norm with `skip_above` once in an iteration.
+
+        Call it without autograd.
 
         Returns:
             The gradients, their norm without the scale, and the factor that unscales (unless that is done) and clips.
@@ -508,10 +519,9 @@ class GradScaler(torch.amp.GradScaler):
             if device not in flags:
                 flags[device] = flag if device == flag.device else moved(flag, device)
         agreement = self._agreement_of(record, gradients.meshes)
-        with torch.set_grad_enabled(False):
-            norm, factor = clipping.norm_and_factor(
-                gradients, inv_scale, flags, norm_type, max_norm, agreement, process_group
-            )
+        norm, factor = clipping.norm_and_factor(
+            gradients, inv_scale, flags, norm_type, max_norm, agreement, process_group
+        )
         record.state["found_inf_per_device"] = flags
         if self._skip_above is not None and record.outlier is None and flags:
             self._compare(record, norm)
@@ -576,7 +586,8 @@ class GradScaler(torch.amp.GradScaler):
                 "expected gradients of a backward before it: call step(optimizer) without a closure, or use an "
                 "optimizer that needs closures (LBFGS, SAM) without a GradScaler"
             )
-        self._check_scale_growth_tracker("step")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("step")
         record = self._record_of(optimizer)
         state = record.state
         if state["stage"] is OptState.STEPPED:
@@ -602,7 +613,7 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         record = self._lasting_record_of(optimizer)
         outlier = record.outlier if record.state is optimizer_state else None
-        found_inf = self._combined(flags)
+        found_inf = combined(flags, flags[0].device if self._scale is None else self._scale.device)
         skip = found_inf.item() != 0
         if skip:
             self._count(record, optimizer, found_inf, skipped=True)
@@ -634,17 +645,17 @@ class GradScaler(torch.amp.GradScaler):
         grad_scale = getattr(optimizer, "grad_scale", None)
         max_norm = step_contract.max_grad_norm(optimizer) if grad_scale is None else None
         clipped = {}
-        if max_norm is not None:
-            _, norm, factor = self._norm(record, max_norm, 2.0, self.process_group)
-            clipped = {"grad_norm": norm, "grad_multiplier": factor.float()}
-            record.note_clipping(norm)
-        elif is_scaled and self._skip_above is not None:
-            self._norm(record, math.inf, 2.0, self.process_group)
+        if max_norm is not None or (is_scaled and self._skip_above is not None):
+            with torch.set_grad_enabled(False):
+                _, norm, factor = self._norm(record, max_norm or math.inf, 2.0, self.process_group)
+            if max_norm is not None:
+                clipped = {"grad_norm": norm, "grad_multiplier": factor.float()}
+                record.note_clipping(norm)
         elif is_scaled:
             self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
             return self._note_no_gradients(record)
-        found_inf = self._combined(state["found_inf_per_device"].values())
+        found_inf = combined([*state["found_inf_per_device"].values()], self._scale.device)
         if is_scaled and self._rule.scales_losses and not clipped:
             grad_scale = self._scale if grad_scale is None else self._scale * grad_scale
         skipped = self._count(record, optimizer, found_inf, skipped=None)
@@ -654,11 +665,6 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         self._note_step(record, optimizer, found_inf, record.outlier, skipped=skipped)
         return result
-
-    def _combined(self, flags: Iterable[Tensor]) -> Tensor:
-        """Return flags as one, 0.0 or 1.0, on the scale's device; without a scale, on the first flag's."""
-        flags = list(flags)
-        return combined(flags, flags[0].device if self._scale is None else self._scale.device)
 
     def _note_step(
         self,
@@ -735,9 +741,14 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("update")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("update")
+        norm = None  # the largest of the iteration
+        for record in self._by_mark.values():
+            if record.norm is not None:
+                norm = record.norm if norm is None else torch.maximum(norm, record.norm)
         if new_scale is not None:
-            self._set_scale(new_scale)
+            self._set_scale(new_scale, norm)
             self._begin_iteration()
             return
         flags: list[Tensor] = []
@@ -747,7 +758,7 @@ class GradScaler(torch.amp.GradScaler):
             idle = idle and state.get("stage", OptState.READY) is OptState.READY
         if flags:
             scale: Any = self._scale
-            self._advance(combined(flags, scale.device))
+            self._advance(combined(flags, scale.device), norm)
         elif idle:
             raise AssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
@@ -755,12 +766,11 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._begin_iteration()
 
-    def _advance(self, found_inf: Tensor) -> None:
+    def _advance(self, found_inf: Tensor, norm: Tensor | None) -> None:
         """Apply the strategy's rule in place, and note the update in the history. Never synchronizes."""
         rule, scale, history = self._rule, self._scale, self._history
         used = scale.clone() if self._used_scale is None else self._used_scale
-        norms = [record.norm for record in self._by_mark.values() if record.norm is not None]
-        is_due = history.note_update(used, found_inf, norms, self._outlier)
+        is_due = history.note_update(used, found_inf, norm, self._outlier)
         if rule.hysteresis == 1:
             update_scale_(
                 scale, self._growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
@@ -773,7 +783,7 @@ class GradScaler(torch.amp.GradScaler):
         if is_due:
             history.fold(scale)
 
-    def _set_scale(self, new_scale: Any) -> None:
+    def _set_scale(self, new_scale: Any, norm: Tensor | None) -> None:
         """Set the scale, clamped to the strategy's bounds; a tensor that holds no usable scale changes nothing."""
         rule, scale, history = self._rule, self._scale, self._history
         if isinstance(new_scale, Tensor) and (
@@ -794,8 +804,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"got {described}"
             )
         # Folding first: the history must not count this change as growth or backoff.
-        norms = [record.norm for record in self._by_mark.values() if record.norm is not None]
-        history.note_update(scale.clone(), torch.zeros_like(scale), norms, self._outlier)
+        history.note_update(scale.clone(), torch.zeros_like(scale), norm, self._outlier)
         history.fold(scale)
         scale.copy_(wanted)
 

@@ -8,9 +8,8 @@ capture are not counted, and neither are its replays.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -96,16 +95,14 @@ class History:
         if outlier is not None:
             self._outliers.append(outlier)
 
-    def note_update(
-        self, scale: Tensor, found_inf: Tensor, norms: Collection[Tensor], outlier: Tensor | None = None
-    ) -> bool:
-        """Note an update, with a copy of the scale that the iteration used and the norms, of which the largest counts.
+    def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None, outlier: Tensor | None = None) -> bool:
+        """Note an update, with a copy of the scale that the iteration used and the norm of its gradients.
 
         Returns whether to `fold` after the scale has changed.
         """
         if ampkit_kernels.is_capturing(self._device):
             return False
-        update = _Update(scale, found_inf, reduce(torch.maximum, norms) if norms else None, outlier)
+        update = _Update(scale, found_inf, norm, outlier)
         self._rows.append(update)
         self._updates.append(update)
         return len(self._updates) >= _BLOCK

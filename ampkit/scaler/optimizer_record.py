@@ -50,8 +50,9 @@ class OptimizerRecord:
         state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
         agreement: the ranks that must skip together; None before gradients were collected.
         outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `agreement`; None: not compared.
-        clipped_norm: the largest norm that clipping returned; None without clipping.
-        compared_norm: the largest norm that was compared with `skip_above`.
+        norm: the largest norm that clipping returned, without clipping the largest that was compared with `skip_above`;
+            None without either.
+        is_clipped: whether clipping returned `norm`.
         mark: the number that marks gradients as this optimizer's.
     """
 
@@ -69,33 +70,32 @@ class OptimizerRecord:
     state: dict[str, Any] = field(default_factory=dict)
     agreement: Agreement | None = None
     outlier: Tensor | None = None
-    clipped_norm: Tensor | None = None
-    compared_norm: Tensor | None = None
+    norm: Tensor | None = None
+    is_clipped: bool = False
     mark: int = -1
 
     def begin_iteration(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Join an iteration with torch's record of the optimizer."""
-        self.end_iteration()
         self.optimizer, self.state, self.mark = optimizer, state, next(_marks)
+        self.agreement = self.outlier = self.norm = None
+        self.is_clipped = False
 
     def end_iteration(self) -> None:
         """Forget the iteration, and let the optimizer die."""
         self.optimizer, self.state, self.mark = None, {}, -1
-        self.agreement = self.outlier = self.clipped_norm = self.compared_norm = None
+        self.agreement = self.outlier = self.norm = None
+        self.is_clipped = False
 
     def note_clipping(self, norm: Tensor) -> None:
         """Note a norm by which gradients are clipped."""
-        self.clipped_norm = norm if self.clipped_norm is None else torch.maximum(self.clipped_norm, norm)
+        self.norm = torch.maximum(self.norm, norm) if self.norm is not None and self.is_clipped else norm
+        self.is_clipped = True
 
     def note_comparison(self, norm: Tensor, outlier: Tensor) -> None:
         """Note a norm that was compared with `skip_above`, and whether it is above."""
-        self.compared_norm = norm if self.compared_norm is None else torch.maximum(self.compared_norm, norm)
+        if not self.is_clipped:
+            self.norm = norm if self.norm is None else torch.maximum(self.norm, norm)
         self.outlier = outlier
-
-    @property
-    def norm(self) -> Tensor | None:
-        """The norm of the iteration: the one that clipping returned, or the one that was compared with `skip_above`."""
-        return self.compared_norm if self.clipped_norm is None else self.clipped_norm
 
 
 def renew_marks(by_mark: dict[int, OptimizerRecord]) -> None:

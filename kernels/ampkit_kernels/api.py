@@ -4,14 +4,13 @@ The contract of a function is its docstring here; the contracts of kernels are i
 tensors of a `FlatList` are not checked again. `ampkit` calls these functions too.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import implementation, reference
 from .float8_scaling import Quantized, Scaling
 from .implementation import select
 from .rounding import REMAINDER
@@ -27,22 +26,7 @@ from .tensor_lists import (
     strided_floats,
 )
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _without_autograd(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.no_grad`, which takes longer than the checks of a short list, only if autograd is on."""
-    guarded = torch.no_grad()(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (guarded if torch.is_grad_enabled() else function)(*args, **kwargs)
-
-    return call
-
-
-@_without_autograd
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
     """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
 
@@ -69,8 +53,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     >>> grads[0], found_inf
     (tensor([1., 2.]), tensor(0.))
     """
-    grads = _prepared(grads, "unscale_", inv_scale=inv_scale, found_inf=found_inf)
-    select(impl, inv_scale.device).unscale_(grads, inv_scale, found_inf)
+    grads = _checked(grads, "unscale_", inv_scale=inv_scale, found_inf=found_inf)
+    _call("unscale_", impl, inv_scale.device, grads, inv_scale, found_inf)
 
 
 def inverse_scale(scale: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +76,6 @@ def inverse_scale(scale: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor,
     return select(impl, scale.device).inverse_scale(scale)
 
 
-@_without_autograd
 def norm_and_check(
     grads: Sequence[Tensor],
     inv_scale: Tensor,
@@ -127,11 +110,11 @@ def norm_and_check(
     >>> norm_and_check([torch.tensor([3.0]), torch.tensor([4.0])], torch.tensor(1.0), torch.zeros(()))
     tensor(5.)
     """
-    grads = _prepared(grads, "norm_and_check", inv_scale=inv_scale, found_inf=found_inf)
-    return select(impl, inv_scale.device).norm_and_check(grads, inv_scale, found_inf, float(norm_type))
+    op = "norm_and_check"
+    grads = _checked(grads, op, inv_scale=inv_scale, found_inf=found_inf)
+    return _call(op, impl, inv_scale.device, grads, inv_scale, found_inf, float(norm_type))
 
 
-@_without_autograd
 def norm_and_clip_factor(
     grads: Sequence[Tensor],
     inv_scale: Tensor,
@@ -164,12 +147,11 @@ def norm_and_clip_factor(
     >>> norm_and_clip_factor(grads, torch.tensor(0.5), torch.zeros(()), 1.25)
     (tensor(2.5000), tensor(0.2500))
     """
-    grads = _prepared(grads, "norm_and_clip_factor", inv_scale=inv_scale, found_inf=found_inf)
-    ops = select(impl, inv_scale.device)
-    return ops.norm_and_clip_factor(grads, inv_scale, found_inf, max_norm, float(norm_type))
+    op = "norm_and_clip_factor"
+    grads = _checked(grads, op, inv_scale=inv_scale, found_inf=found_inf)
+    return _call(op, impl, inv_scale.device, grads, inv_scale, found_inf, max_norm, float(norm_type))
 
 
-@_without_autograd
 def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto") -> None:
     """Multiply gradients in place by a factor on their device, unless it is 1 or `found_inf` is set.
 
@@ -194,12 +176,10 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     >>> grads[0]
     tensor([0.5000])
     """
-    grads = _prepared(grads, "multiply_", **({} if found_inf is None else {"found_inf": found_inf}))
-    check_scalar("factor", factor, grads, "multiply_", (torch.float32, torch.float64))
-    select(impl, factor.device).multiply_(grads, factor, found_inf)
+    grads = _checked(grads, "multiply_", factor=factor, found_inf=found_inf)
+    _call("multiply_", impl, factor.device, grads, factor, found_inf)
 
 
-@_without_autograd
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: str = "auto") -> None:
     """Copy each source into its destination and convert its dtype: float32 masters to half copies, and back.
 
@@ -227,10 +207,9 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
     check_parallel("cast_", sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], "cast_")
     if sources:
-        select(impl, sources[0].device).cast_(sources, destinations)
+        _call("cast_", impl, sources[0].device, sources, destinations)
 
 
-@_without_autograd
 def unscale_into_(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],
@@ -274,10 +253,9 @@ def unscale_into_(
     check_one_device([*sources, *destinations], op)
     check_scalar("inv_scale", inv_scale, sources, op)
     check_scalar("found_inf", found_inf, sources, op)
-    select(impl, inv_scale.device).unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
+    _call(op, impl, inv_scale.device, sources, destinations, inv_scale, found_inf, accumulate=accumulate)
 
 
-@_without_autograd
 def adamw_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -355,10 +333,15 @@ def adamw_(
         raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
     for step in steps:
         check_scalar("an element of steps", step, [], op)
-    ops = select(impl, params[0].device) if params else reference
-    if ops is not reference:
+    if not params:
+        return
+    device = params[0].device
+    if select(impl, device) is not reference:
         check_one_device([lists["params"][0], *steps], op)
-    ops.adamw_(
+    _call(
+        op,
+        impl,
+        device,
         {**lists, "steps": steps},
         lr=lr,
         beta1=beta1,
@@ -373,7 +356,6 @@ def adamw_(
     )
 
 
-@_without_autograd
 def sgd_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -427,8 +409,12 @@ def sgd_(
     lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
-    ops = select(impl, params[0].device) if params else reference
-    ops.sgd_(
+    if not params:
+        return
+    _call(
+        op,
+        impl,
+        params[0].device,
         lists,
         lr=lr,
         momentum=momentum,
@@ -442,7 +428,6 @@ def sgd_(
     )
 
 
-@_without_autograd
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None, *, impl: str = "auto"
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -474,17 +459,32 @@ def quantize(
     """
     if x.dim() != 2 or x.numel() == 0 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"quantize takes a matrix of float32 or 16 bits, not empty; got {x.dtype} {tuple(x.shape)}")
-    return select(impl, x.device).quantize(x, along_rows, along_columns)
+    return _call("quantize", impl, x.device, x, along_rows, along_columns)
 
 
-def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:
-    """The gradients as strided real floats, after checks of their devices and of the scalars."""
+def _checked(grads: Sequence[Tensor], op: str, **scalars: Tensor | None) -> Sequence[Tensor]:
+    """Return the gradients as strided real floats, after checks of their devices and of the scalars."""
     if type(grads) is not FlatList:
         grads = strided_floats(grads, op)
         check_one_device(grads, op)
+    device = grads[0].device if grads else None
     for name, scalar in scalars.items():
-        check_scalar(name, scalar, grads, op)
+        if scalar is None or (
+            scalar.dtype is torch.float32 and scalar.numel() == 1 and (device is None or scalar.device == device)
+        ):
+            continue  # without a further call: a short list takes no longer than these checks
+        check_scalar(name, scalar, grads, op, (torch.float32, torch.float64) if name == "factor" else (torch.float32,))
     return grads
+
+
+def _call(op: str, impl: str, device: torch.device, *args: Any, **options: Any) -> Any:
+    """Call the implementation's function of this name without autograd."""
+    on_torch = impl == "auto" and device.type not in implementation.AUTO  # as most calls on a CPU
+    function = getattr(reference if on_torch else select(impl, device), op)
+    if not torch.is_grad_enabled():
+        return function(*args, **options)
+    with torch.no_grad():
+        return function(*args, **options)
 
 
 def _step_lists(

@@ -134,8 +134,6 @@ def _serves(device: torch.device) -> bool:
 
 def select(impl: str, device: torch.device) -> ModuleType:
     """The module whose functions compute: `triton_ops` or `reference`, which have functions of the same names."""
-    if impl == "auto" and device.type not in AUTO:  # most calls on a CPU
-        return reference
     if not uses_triton(impl, device):
         return reference
     from . import triton_ops

@@ -6,6 +6,7 @@ validate nothing and run without autograd: they take lists that `tensor_lists.st
 `sgd_` take the lists that the step has in a dictionary, under the names of the public functions' arguments.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from . import rounding
 from .float8_scaling import quantize as quantize
-from .tensor_lists import by_dtype, written_in_place
+from .tensor_lists import FlatList, by_dtype, written_in_place
 
-INF = float("inf")
+INF = math.inf
 COPIED = 1 << 24  # gradient elements that a norm copies at a time: 64 MiB
 PIECE = 1 << 20  # elements that an optimizer's step works on at a time; it needs up to 100 bytes for each
 _DTYPE = attrgetter("dtype")
@@ -47,7 +48,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     """Multiply in place and flag non-finite values; see `ampkit_kernels.unscale_`."""
     if not grads:
         return
-    grads = written_in_place(grads, "unscale_")
+    if type(grads) is not FlatList:
+        grads = written_in_place(grads, "unscale_")
     if is_on_host(inv_scale):
         # torch's CPU operator takes mixed dtypes in one call. Only a factor above 1 can turn a finite value into inf.
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
@@ -100,15 +102,15 @@ def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
     if not on_host:
         return norm
     inv = host_value(inv_scale)
-    if norm_type > 0 and _is_finite(host_value(norm)) and inv <= 1.0:
+    if norm_type > 0 and inv <= 1.0 and math.isfinite(host_value(norm)):
         return norm
     if not host_value(_unscaled_is_finite(filled, inv_scale)):
         found_inf.fill_(1.0)
-    elif has_powers and (inv > 1.0 or not _is_finite(host_value(norm))):
+    elif has_powers and (inv > 1.0 or not math.isfinite(host_value(norm))):
         # Finite elements whose powers float32 may not hold. It mostly holds powers of unscaled elements, which give the
         # bits of unscaling first; otherwise the norm is computed in float64.
         norm = _total_unscaled(filled, inv_scale, norm_type, out_dtype)
-        if not _is_finite(host_value(norm)):
+        if not math.isfinite(host_value(norm)):
             norm = (_total(filled, norm_type, torch.float64) * factor).to(out_dtype)
     return norm
 
@@ -128,13 +130,11 @@ def clip_factor(norm: Tensor, inv_scale: Tensor, max_norm: float | Tensor) -> Te
     return inv_scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def _is_finite(value: float) -> bool:
-    return abs(value) < INF
-
-
 def _total(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """Norm of the norms, each accumulated and returned in `dtype`."""
-    norms = [norm for group in by_dtype(grads) for norm in torch._foreach_norm(group, norm_type, dtype=dtype)]
+    norms: list[Tensor] = []
+    for group in by_dtype(grads):
+        norms += torch._foreach_norm(group, norm_type, dtype=dtype)
     if norm_type == 0:
         return torch.stack(norms).sum()
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -185,7 +185,8 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
         grads = [g for g in grads if g.dtype is torch.float64]
     if not grads:
         return
-    grads = written_in_place(grads, "multiply_")
+    if type(grads) is not FlatList:
+        grads = written_in_place(grads, "multiply_")
     if is_on_host(factor):
         if host_value(factor) == 1.0 or (found_inf is not None and host_value(found_inf) != 0.0):
             return

@@ -160,7 +160,7 @@ def unrepeated(t: Tensor, op: str) -> Tensor:
 
 def written_in_place(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     """`unrepeated` over a list."""
-    if type(tensors) is FlatList or all(map(Tensor.is_contiguous, tensors)):
+    if all(map(Tensor.is_contiguous, tensors)):
         return list(tensors)
     return [unrepeated(t, op) for t in tensors]
 
