@@ -221,12 +221,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker; `AssertionError` with the method's name if there are none."""
-        if self._scale is None or self._growth_tracker is None:
-            super()._check_scale_growth_tracker(funcname)  # raises
+        scale, growth_tracker = self._scale, self._growth_tracker
+        if scale is None or growth_tracker is None:
+            return super()._check_scale_growth_tracker(funcname)  # raises
         if self._history is None:  # other code has set both
-            self._counters = self._rule.init(self._scale.device, **self._init_counters)[2:]
-            self._history = History(self._scale.device, self._init_totals)
-        return self._scale, self._growth_tracker
+            self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
+            self._history = History(scale.device, self._init_totals)
+        return scale, growth_tracker
 
     def _first_state(self, device: torch.device) -> ScaleState:
         """The scale and counters to begin with: the strategy's, or those that were loaded."""

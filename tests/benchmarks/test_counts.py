@@ -15,10 +15,10 @@ BOUNDS = {
     "region": 16 + STASH,  # 4
     "region, torch's list": 14 + STASH,
     "x @ weight": 6,  # 0: it is C++
-    "scaler.step, torch's AdamW": 39,  # 20
+    "scaler.step, torch's AdamW": 39,  # 16
     "scaler.update": 7,  # 3
     "unscale, check and clip": 42,  # 9
-    "ampkit.optim.AdamW.step beside torch's fused": 21,  # 6
+    "ampkit.optim.AdamW.step beside torch's fused": 21,  # 2
 }
 
 

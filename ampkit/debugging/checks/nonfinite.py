@@ -315,9 +315,13 @@ class NonFinite(Check):
 
     def _note_parameter(self, event: Event, call: Call) -> None:
         """Note the first non-finite parameter or buffer that a call writes, or whose gradient a scaler writes."""
+        assert event.finding is not None
+        if call.phase == "scaler" and not call.facts.mutable:  # it counts in gradients that the scaler has written
+            read = (self._events[index].finding for index in event.inputs if index in self._events)
+            event.finding.parameter = next((each.parameter for each in read if each is not None), "")
+            return
         if not (call.facts.mutable or call.facts.undeclared_writes):
             return
-        assert event.finding is not None
         buffers = {id(buffer) for root in self.run.modules.roots() for buffer in root.buffers()}
         for output in filter(is_nonfinite, call.outputs):
             if call.phase == "scaler":
