@@ -38,7 +38,7 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast `tensor` to `dtype` if it is real and floating point, else return it unchanged."""
+    """Cast `tensor` to `dtype` if it is real and floating point. Return other tensors unchanged."""
     return tensor.to(dtype) if tensor.dtype in REAL_FLOATS and tensor.dtype is not dtype else tensor
 
 

@@ -1,9 +1,9 @@
 """`ampkit doctor`: formats that this machine can run, how fast, the implementations used, and whether they are right.
 
-Prints versions, whether autocast works with this torch, and for each device the time of a matrix product and of a
-convolution in each format with advice on which one to train in, and the implementation that `impl="auto"` selects. Then
-it compares 16-bit products with float32 ones, and a few steps on small tensors with float64. `--json` prints the same
-for programs. The exit code is 1 if torch is too old, autocast does not work, or a result is wrong, else 0.
+Prints versions, whether autocast works with this PyTorch version, and for each device the time of a matrix product and
+of a convolution in each format with advice on which one to train in, and the implementation that `impl="auto"` selects.
+Then it compares 16-bit products with float32 ones, and a few steps on small tensors with float64. `--json` prints the
+same for programs. The exit code is 1 if torch is too old, autocast does not work, or a result is wrong, otherwise 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CUDA_CAPABILITIES = {"TF32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
 # Turing GPUs without tensor cores, whose float16 convolutions give NaN in some shapes: pytorch issues 58123 and 77955
 # (GTX 16), 59515 (Quadro T2000). Ultralytics' check_amp refuses the same series.
 WRONG_FLOAT16 = re.compile(r"\bGTX 16\d0\b|\bT(400|500|550|600|1000|1200|2000)\b")
-_CUDNN: Any = torch.backends.cudnn  # of whose attributes type checkers find some only
+_CUDNN: Any = torch.backends.cudnn  # type checkers find only some of its attributes
 FLOAT32_SWITCHES = (torch.backends.cuda.matmul, _CUDNN.conv)  # by their `fp32_precision` CUDA computes in TF32 or not
 FASTER = 0.9  # a 16-bit type is faster if it takes at most this share of float32's time
 AS_FAST = 1.1  # two 16-bit types are equally fast if one takes at most this multiple of the other's time
@@ -99,7 +99,7 @@ def devices() -> list[torch.device]:
 
 
 def _torch() -> dict[str, Any]:
-    """Return versions, and whether autocast works. With a newer torch than was tested, the self-check decides."""
+    """Return versions, and whether autocast works. For versions newer than the tested ones, the self-check decides."""
     version = parsed(torch.__version__)
     try:
         fault = self_check.fault()
@@ -155,7 +155,7 @@ def _times(device: torch.device) -> dict[str, Any]:
     """Return times in each format, and advice; the reason if the measurement fails."""
     try:
         times = measure(device)
-    except (RuntimeError, AssertionError) as error:  # too little memory, say; not a reason to distrust ampkit
+    except (RuntimeError, AssertionError) as error:  # such as too little memory: not a reason to distrust ampkit
         return {"dtypes": [], "advice": None, "not_timed": f"{type(error).__name__}: {error}"}
     rows = [{"dtype": name} | asdict(took) for name, took in times.items()]
     return {"dtypes": rows, "advice": advice(times), "not_timed": None}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 REAL_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""The dtypes that a cast changes; integers, bools, complex numbers and 8-bit floats stay as they are."""
+"""The dtypes that a cast changes; integers, bools, complex numbers and 8-bit floats are unchanged."""
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 

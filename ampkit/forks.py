@@ -19,15 +19,15 @@ class _Locks:
 
 
 def process_lock() -> threading.RLock:
-    """The lock of this process, to be used in a `with` statement."""
+    """Return the lock of this process, to be used in a `with` statement."""
     return _Locks.shared
 
 
 def clear_torch_cache() -> None:
     """Drop the casts that torch's own autocast holds, but not while this process forks.
 
-    torch drops them under a mutex and without the GIL, so another thread could fork meanwhile: in the child every
-    region, also of `torch.autocast`, would then wait for that mutex forever.
+    torch drops them under a mutex and without the GIL, so another thread could fork in between: in the child every
+    region, of `torch.autocast` as well, would then wait for that mutex forever.
     """
     with _Locks.forking:
         torch.clear_autocast_cache()

@@ -20,8 +20,8 @@ _SITE_PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib",
 def is_library(filename: str) -> bool:
     """Return whether a file is part of torch, ampkit or Python's standard library.
 
-    Every other file counts as user code, also of libraries such as transformers: a model is written there. einops only
-    spells operators for its caller.
+    Every other file counts as user code, including libraries such as transformers: a model is written there. einops
+    only spells operators for its caller.
     """
     generated = ("<ampkit ", "<eval_with_key", "<frozen", "<string>")
     if filename.startswith((TORCH, AMPKIT, *generated)) or "/ampkit_kernels/" in filename or "/einops/" in filename:

@@ -24,7 +24,7 @@ RESULTS, RUNNING = "results.jsonl", "running.json"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     command = argparse.ArgumentParser(prog="python -m benchmarks", description="ampkit beside torch.amp, pair by pair")
     command.add_argument("patterns", nargs="*", help="cases by shell pattern: 'training/*', '*/char-GPT*'")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -27,7 +27,7 @@ class Bytes:
 
 
 def step(state: int, weight: int = 4, state_of: int = 4, remainder: int = 0) -> Bytes:
-    """An optimizer's step with `state` tensors per weight, by bytes of their elements; gradients are like weights."""
+    """Return an optimizer's step with `state` tensors per weight; gradients have the weights' bytes per element."""
     kept = weight + state * state_of + remainder
     return Bytes(kept + weight, kept)
 

@@ -63,7 +63,7 @@ class Case(ABC):
 
     @abstractmethod
     def sides(self, device: torch.device) -> dict[str, Side]:
-        """The ways to do the job, each ready to run; the base is one of them."""
+        """Return the ways to do the job, each ready to run; the base is one of them."""
 
     def check(self, sides: Mapping[str, Side]) -> None:  # noqa: B027  most cases have nothing to compare
         """Raise `WrongAnswerError` if the sides disagree. Called before timing, when all have run equally often."""

@@ -37,7 +37,7 @@ class Change:
 
 
 def compare(old: Sequence[Row], new: Sequence[Row], threshold: float = THRESHOLD) -> list[Change]:
-    """The changes of all sides in both files, except the bases; the largest slowdown first."""
+    """Return the changes of all sides in both files, except the bases; the largest slowdown first."""
     before = {results.key(row): row for row in results.measured(old)}
     changes = []
     for row in results.measured(new):
@@ -59,7 +59,7 @@ def _verdict(old: dict[str, float], new: dict[str, float], threshold: float) -> 
 
 
 def text(old: Sequence[Row], new: Sequence[Row], changes: Sequence[Change]) -> str:
-    """The comparison as Markdown."""
+    """Return the comparison as Markdown."""
     heads = {"old": old[0]["environment"], "new": new[0]["environment"]}
     lines = [f"{name}: {e['commit']}, torch {e['torch']}, {e['device']}, {e['date']}" for name, e in heads.items()]
     for verdict in ("slower", "faster"):

@@ -50,7 +50,7 @@ def peak_and_copies(job: Job, device: torch.device) -> dict[str, int]:
 
 
 def highest_sum(moves: Any) -> int:
-    """The highest running sum of allocations (positive) and frees (negative), in the order they happened."""
+    """Return the highest running sum of allocations (positive) and frees (negative), in the order they happened."""
     held = peak = 0
     for n_bytes in moves:
         held += n_bytes
@@ -75,7 +75,7 @@ def launches(job: Job, device: torch.device) -> int | None:
 
 
 def _events(recorded: profile) -> list[Any]:
-    """The raw events: `key_averages` would take seconds for a long step."""
+    """Return the raw events: `key_averages` would take seconds for a long step."""
     if recorded.profiler is None:
         raise RuntimeError("the profiler recorded nothing")
     results: Any = recorded.profiler.kineto_results
@@ -118,7 +118,7 @@ def trace(counted: Counted) -> list[str]:
 
 
 def python_calls(name: str, ours: bool) -> Calls:
-    """The number of Python functions that a job of `JOBS` calls once it is warm."""
+    """Return the number of Python functions that a job of `JOBS` calls once it is warm."""
     with JOBS[name](ours) as counted:
         lines = trace(counted)
     return Calls(sum(line.startswith(OWN) for line in lines), len(lines))
@@ -156,7 +156,7 @@ def _product(ours: bool) -> Iterator[Counted]:
 
 @contextlib.contextmanager
 def _scaler(job: str, ours: bool) -> Iterator[Counted]:
-    """An iteration with torch's AdamW up to the job: scale, clip, step, update."""
+    """Run an iteration with torch's AdamW up to the job: scale, clip, step, update."""
     params = _parameters()
     optimizer = torch.optim.AdamW(params)
     scaler: Any = (GradScaler if ours else torch.amp.GradScaler)("cpu")

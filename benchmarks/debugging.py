@@ -73,7 +73,7 @@ def _anomaly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _transformers(detector: Callable[..., Any], model: nn.Module) -> Iterator[None]:
-    """It never removes its hooks from a model, so they are removed here."""
+    """Remove the hooks, which the detector never removes from a model."""
     detector(model)
     yield
     for module in model.modules():
@@ -102,7 +102,7 @@ def _side(around: Around, width: int, device: torch.device) -> Side:
 
 
 def cases() -> list[Case]:
-    """The width that the aims are for, and a wider one."""
+    """Return the width that the aims are for, and a wider one."""
     aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(ALL, 20.0, PLAIN), Aim(LOOP, 1.1, PLAIN))
     return [
         Watched(name=f"width {width}", width=width, seconds=seconds, aims=aims, everyday=False, devices=("cpu",))

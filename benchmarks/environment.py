@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The environment that is saved with every row."""
+    """Return the environment that is saved with every row."""
     on_gpu = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -38,7 +38,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def instruction_set() -> str:
-    """The vector instructions that torch uses on this CPU, and whether it multiplies bfloat16 without emulation."""
+    """Return the vector instructions that torch uses on this CPU, and whether it multiplies bfloat16 natively."""
     capability = torch.backends.cpu.get_cpu_capability()
     if torch.cpu._is_amx_tile_supported():
         return f"{capability}, AMX"
@@ -46,7 +46,7 @@ def instruction_set() -> str:
 
 
 def _processor() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -64,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """The output of git; None outside a checkout."""
+    """Return the output of git; None outside a checkout."""
     try:
         ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
@@ -73,5 +73,5 @@ def _git(*arguments: str) -> str | None:
 
 
 def load() -> float | None:
-    """The system's load average over a minute, where it has one."""
+    """Return the system's load average over a minute, where it has one."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

@@ -69,7 +69,7 @@ def _layers() -> nn.Sequential:
 
 
 def _module_rules(device: torch.device) -> dict[str, Side]:
-    """A step of 200 modules, of which some have a rule for float32. torch.amp does the job without rules."""
+    """Return a step of 200 modules, of which some have a rule for float32. torch.amp does the job without rules."""
     sides = {TORCH: _step(_layers(), _theirs(device), device), AMPKIT: _step(_layers(), _ours(device), device)}
     for count in (1, 10, 100):
         model = _layers()
@@ -111,7 +111,7 @@ def _function(fwd: Any, bwd: Any) -> Any:
 
 
 def _custom_functions(device: torch.device) -> dict[str, Side]:
-    """A step of ten custom autograd functions under `custom_fwd` and `custom_bwd`."""
+    """Return a step of ten custom autograd functions under `custom_fwd` and `custom_bwd`."""
     kind = device.type
     theirs = _function(torch.amp.custom_fwd(device_type=kind), torch.amp.custom_bwd(device_type=kind))
     ours = _function(custom_fwd(device_type=kind), custom_bwd(device_type=kind))
@@ -122,7 +122,7 @@ def _custom_functions(device: torch.device) -> dict[str, Side]:
 
 
 def _recorded(device: torch.device) -> dict[str, Side]:
-    """A step of 200 modules while its casts are recorded."""
+    """Return a step of 200 modules while its casts are recorded."""
     return {
         TORCH: _step(_layers(), _theirs(device), device),
         AMPKIT: _step(_layers(), _ours(device), device),

@@ -34,7 +34,7 @@ RECIPES = {
 
 
 def side(job: Callable[[], object], **facts: float) -> Side:
-    """A side that calls `job`."""
+    """Return a side that calls `job`."""
 
     def run(calls: int) -> None:
         for _ in range(calls):

@@ -45,7 +45,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _frozen_zero_channel(layer: nn.Linear) -> nn.Linear:
-    """The layer without its first input, whose weights stay 0."""
+    """Return the layer without its first input, whose weights stay 0."""
     with torch.no_grad():
         layer.weight[:, 0] = 0
     layer.weight.register_hook(lambda g: torch.cat([torch.zeros_like(g[:, :1]), g[:, 1:]], 1))
@@ -74,7 +74,7 @@ def residual_mlp(blocks: int, width: int, hidden: int, scale: float = 1.0) -> nn
 
 
 def outlier_mlp(*blocks: int) -> nn.Module:
-    """The input of these blocks' last layers has a channel that is 200,000 times the others."""
+    """Return a model in which the input of these blocks' last layers has a channel that is 200,000 times the others."""
     model = residual_mlp(3, 64, 128)
     for block in blocks:
         _frozen_zero_channel(model.get_submodule(f"{block}.down"))  # type: ignore[arg-type]
@@ -82,12 +82,12 @@ def outlier_mlp(*blocks: int) -> nn.Module:
 
 
 def char_gpt(width: int, depth: int) -> nn.Module:
-    """The demo's GPT, its vocabulary padded to a multiple of 16."""
+    """Return the demo's GPT, its vocabulary padded to a multiple of 16."""
     return demo.CharGPT(128, 32, width, depth, 4)
 
 
 def outlier_gpt() -> nn.Module:
-    """The same with such a channel before `down`."""
+    """Return the same with such a channel before `down`."""
     model = char_gpt(48, 1)
     _frozen_zero_channel(model.get_submodule("blocks.0.down"))  # type: ignore[arg-type]
     return model

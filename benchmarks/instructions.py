@@ -76,7 +76,7 @@ def count(patterns: Sequence[str], folder: Path) -> dict[str, dict[str, int]]:
 
 
 def _requests(folder: Path) -> Path:
-    """A library with the calls by which a program tells callgrind when to count."""
+    """Return a library with the calls by which a program tells callgrind when to count."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if shutil.which("valgrind") is None or compiler is None:
         raise MissingToolError(

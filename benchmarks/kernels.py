@@ -68,12 +68,12 @@ class Material:
             param.grad = grad
 
     def states(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """A fresh tensor of zeros per parameter."""
+        """Return a fresh tensor of zeros per parameter."""
         return [torch.zeros_like(param, dtype=dtype, requires_grad=False) for param in self.params]
 
 
 def norm_of_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A job's result in few numbers: the norm of each tensor."""
+    """Return a job's result in few numbers: the norm of each tensor."""
     return [torch.stack(torch._foreach_norm(list(tensors))).float()]
 
 
@@ -88,7 +88,7 @@ def torch_unscale(m: Material) -> None:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor of torch.nn.utils.clip_grad_norm_."""
+    """Return the factor of torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -140,7 +140,7 @@ def cast(m: Material) -> Made:
 
 
 def sgd(m: Material) -> Made:
-    """A step of SGD with momentum."""
+    """Return a step of SGD with momentum."""
     masters, buffers = [param.detach() for param in m.params], m.states()
     theirs = torch.optim.SGD(m.params, lr=1e-6, momentum=0.9, fused=True)
 
@@ -177,7 +177,7 @@ def our_adamw(m: Material) -> Callable[[Tensor | None], None]:
 
 
 def adamw(m: Material) -> Made:
-    """A step of AdamW."""
+    """Return a step of AdamW."""
     ours = our_adamw(m)
     return {AMPKIT: lambda: ours(None), TORCH_OPERATORS: torch.optim.AdamW(m.params, lr=1e-6, fused=True).step}, []
 

@@ -72,5 +72,5 @@ def _times(samples: list[Sample], base: list[Sample]) -> dict[str, Any]:
 
 
 def _outcome(aim: Aim, samples: dict[str, list[Sample]], clock: str) -> dict[str, Any]:
-    """An aim with the measured ratio."""
+    """Return an aim with the measured ratio."""
     return {**asdict(aim), "ratio": asdict(ratios(samples[aim.side], samples[aim.base], clock))}

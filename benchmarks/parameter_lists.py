@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 def shapes_of(build: Callable[[], nn.Module]) -> list[Shape]:
-    """The shapes of a model's parameters, which take no memory here."""
+    """Return the shapes of a model's parameters, which take no memory here."""
     with torch.device("meta"):
         return [tuple(param.shape) for param in build().parameters()]
 

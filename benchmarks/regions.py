@@ -34,7 +34,7 @@ class PassThrough(TorchDispatchMode):
 
 
 def regions(device: str) -> dict[str, Region]:
-    """The regions that are compared, all for bfloat16."""
+    """Return the regions that are compared, all for bfloat16."""
     same = Policy.torch(device)
     return {
         PLAIN: contextlib.nullcontext,

@@ -25,7 +25,7 @@ def every_case() -> list[Case]:
 
 
 def choose(device_type: str, patterns: Sequence[str] = ()) -> list[Case]:
-    """The cases for a device: the everyday ones, or those whose "family/name" matches a shell pattern.
+    """Return the cases for a device: the everyday ones, or those whose "family/name" matches a shell pattern.
 
     Raises `ValueError`, with the families there are, if nothing matches.
     """

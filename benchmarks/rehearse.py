@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def region(model: Model, module: nn.Module) -> AbstractContextManager[Any]:
-    """The region whose precision is judged."""
+    """Return the region whose precision is judged."""
     policy = Policy.default("cpu")
     if model.rule is not None:
         policy = policy.with_rules({"aten::linear": model.rule})
@@ -95,7 +95,7 @@ def drawn(model: Model, seed: int, steps: int) -> tuple[nn.Module, list[Batch]]:
 
 
 def truth(model: Model, seed: int) -> dict[str, Any]:
-    """The gap of a whole training, relative to the reference's loss."""
+    """Return the gap of a whole training, relative to the reference's loss."""
     losses = []
     for cheap in (False, True):
         module, batches = drawn(model, seed, STEPS)

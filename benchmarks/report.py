@@ -53,7 +53,7 @@ BEGIN, END = "<!-- figures: {}, written by python -m benchmarks.report -->\n", "
 
 
 def one_line(row: Row) -> str:
-    """A row for the terminal."""
+    """Return a row for the terminal."""
     label = f"{row['family']}/{row['name']}"
     if "error" in row:
         return f"{label}: {'skipped' if row.get('skipped') else 'FAILED'}: {row['error']}"
@@ -82,7 +82,7 @@ def spread(ratio: dict[str, float]) -> str:
 
 
 def _times(row: Row, name: str) -> str:
-    """The base's times, or the ratios to them."""
+    """Return the base's times, or the ratios to them."""
     side = row["sides"][name]
     if row["clock"] == "events":
         return duration(side["wall"]["median"]) if name == row["base"] else spread(side["ratio"])
@@ -134,7 +134,7 @@ def shown(rows: Iterable[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], cell: Callable[[Row, str], str]) -> str:
-    """A line for each case, a column for each side; "" if all cells are empty."""
+    """Return a line for each case, a column for each side; "" if all cells are empty."""
     sides = list(dict.fromkeys(name for row in rows for name in row["sides"]))
     lines = [[cell(row, name) if name in row["sides"] else "" for name in sides] for row in rows]
     if not any(map(any, lines)):
@@ -145,13 +145,13 @@ def table(rows: Sequence[Row], cell: Callable[[Row, str], str]) -> str:
 
 
 def _machine(row: Row) -> str:
-    """What decides how a row compares with another: a CPU's instruction set, or the name of the GPU."""
+    """Return the machine by which rows are compared: a CPU's instruction set, or the name of the GPU."""
     environment = row["environment"]
     return environment["instructions"] if environment["device_type"] == "cpu" else environment["device"]
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """The environment and the counts, then a table of times for each question."""
+    """Return the environment and the counts, then a table of times for each question."""
     e = rows[0]["environment"]
     commit = f"{e['commit']}{' with uncommitted changes' if e['dirty'] else ''}"
     triton = f", Triton {e['triton']}" if e["triton"] else ""
@@ -195,7 +195,7 @@ def aims(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The report: tables of times, aims, tables of other facts, and the cases that were not measured."""
+    """Return the report: tables of times, aims, tables of other facts, and the cases that were not measured."""
     parts = [f"# ampkit beside torch.amp\n\nTests first: {rows[0]['environment']['gate']}", *tables(rows), aims(rows)]
     for family, members in groupby(shown(rows), key=lambda row: row["family"]):
         same = list(members)

@@ -15,7 +15,7 @@ _NEEDED = ("family", "name", "environment")
 
 
 def key(row: Row) -> tuple[str, str]:
-    """The key of a row in a file."""
+    """Return the key of a row in a file."""
     return row["family"], row["name"]
 
 
@@ -26,7 +26,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a file.
+    """Return the rows of a file.
 
     An incomplete last line is ignored. Raises `ValueError`, naming the line, for anything that is no row of results,
     and for a file without rows.
@@ -57,7 +57,7 @@ def _rows(text: str, path: Path) -> Iterator[Row]:
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """The rows that hold figures, not errors."""
+    """Return the rows that hold figures, not errors."""
     return [row for row in rows if "error" not in row]
 
 

@@ -32,7 +32,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value. Quantiles are values that occurred (nearest rank)."""
+        """Return the spread of at least one value. Quantiles are values that occurred (nearest rank)."""
         if not values:
             raise ValueError("no values to summarise")
         ordered = sorted(values)
@@ -125,14 +125,14 @@ def _flushed(device: torch.device) -> torch.Tensor:
 
 
 def clock_for(device: torch.device, *, events: bool = False) -> Clock:
-    """The clock for a device: a GPU's own with `events`, else the host's. Elsewhere there is only the host's."""
+    """Return the clock for a device: a GPU's own with `events`, else the host's. Elsewhere there is only the host's."""
     if device.type != "cuda":
         return HostClock()
     return EventClock(device) if events else HostClock(wait=lambda: torch.cuda.synchronize(device))
 
 
 def calls_for(run: Run, seconds: float, clock: Clock) -> int:
-    """The number of calls in a sample of at least `seconds`: a power of two, by doubling."""
+    """Return the number of calls in a sample of at least `seconds`: a power of two, by doubling."""
     calls = 1
     while clock.take(run, calls).wall * calls < seconds and calls < 1 << 20:
         calls *= 2
@@ -148,7 +148,7 @@ def in_turns(
     rounds: tuple[int, int] = (5, 200),
     before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Samples of every run, equally many of each: at least `rounds[0]`, at most `rounds[1]`, as `seconds` allow.
+    """Return samples of every run, equally many of each: at least `rounds[0]`, at most `rounds[1]`, as `seconds` allow.
 
     `before[name]` is called, untimed, ahead of every sample of that run.
     """

@@ -156,7 +156,7 @@ class Trainer:
 
 
 def _region(way: str, device: str, dtype: torch.dtype) -> Region:
-    """The function that opens the region of a way."""
+    """Return the function that opens the region of a way."""
     if way == FP32:
         return contextlib.nullcontext
     if way == TORCH:
@@ -170,7 +170,7 @@ def _region(way: str, device: str, dtype: torch.dtype) -> Region:
 
 
 def ways(variant: Variant, device: torch.device) -> list[str]:
-    """The ways to train that are compared for a variant on a device."""
+    """Return the ways to train that are compared for a variant on a device."""
     names = [FP32, TORCH, AMPKIT, SAME_LIST]
     if variant.run == "inference" or (variant.accumulation > 1 and variant.run == "eager"):
         names.append(KEPT)

@@ -80,7 +80,7 @@ class Training(Case):
 
 
 def _drawn_once(workload: Workload) -> Workload:
-    """The workload with its micro-batches cached: all ways use the same, and some take gigabytes."""
+    """Return the workload with its micro-batches cached: all ways use the same, and some take gigabytes."""
     kept: dict[int, list[Batch]] = {}
 
     def batches(count: int, generator: torch.Generator) -> list[Batch]:
@@ -101,7 +101,7 @@ FAST = EVERYWHERE if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("cuda",)
 
 
 def small() -> list[Case]:
-    """Steps of about a millisecond, where overhead shows most: under a scaler, with and without clipping."""
+    """Return steps of about a millisecond, in which overhead is largest, with a scaler, with and without clipping."""
     models: tuple[tuple[str, Callable[[], Workload], tuple[str, ...]], ...] = (
         ("transformer, d=32, 2 x 16 tokens", lambda: workloads.gpt(32, 4, 2, 16, 256, 2), EVERYWHERE),
         ("convolutions, batch norm", lambda: workloads.resnet(8, (1, 1), 4, 32, 10), EVERYWHERE),
@@ -123,7 +123,7 @@ def small() -> list[Case]:
 
 
 def compiled() -> list[Case]:
-    """A region around a compiled model, and one that is compiled with it."""
+    """Return a region around a compiled model, and one that is compiled with it."""
     all_cases: list[Case] = [
         Training(
             name=f"d={width}, 2 x 16 tokens, region around",
@@ -170,7 +170,7 @@ def models() -> list[Case]:
 
 
 def widths() -> list[Case]:
-    """The same models at growing width, from overhead to arithmetic: a transformer of four blocks, an MLP."""
+    """Return the same models at growing width, from overhead to arithmetic: a transformer of four blocks, an MLP."""
     transformers = {32: 1.09, 64: 1.08, 128: 1.04, 256: 1.02, 512: 1.01}
     mlps = {32: 1.12, 128: 1.10, 256: 1.06, 512: 1.02}
     all_cases: list[Case] = [

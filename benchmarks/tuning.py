@@ -66,7 +66,7 @@ class Tuning(Case):
         return sides
 
     def side(self, material: Material, config: Config | None) -> Side:
-        """The job with another configuration of its kernel, or as it is shipped."""
+        """Return the job with another configuration of its kernel, or as it is shipped."""
         job = JOBS[self.job][0](material)[0][AMPKIT]
         module = importlib.import_module(f"ampkit_kernels.triton_ops.{KERNELS[self.job]}")
         configs = module.CONFIGS if config is None else dict.fromkeys(module.CONFIGS, config)
@@ -80,5 +80,5 @@ class Tuning(Case):
 
 
 def cases() -> list[Case]:
-    """A case per kernel."""
+    """Return a case per kernel."""
     return [Tuning(name=kernel, job=job) for job, kernel in KERNELS.items()]

@@ -145,7 +145,7 @@ def _image_batches(size: int, batch: int, classes: int) -> Callable[[int, torch.
 
 
 def gpt(width: int, blocks: int, batch: int, length: int, tokens: int, heads: int) -> Workload:
-    """A GPT-like model over random tokens."""
+    """Return a GPT-like model over random tokens."""
 
     def build() -> nn.Module:
         model = Decoder(tokens, width, heads, blocks, length)
@@ -173,12 +173,12 @@ def mlp(width: int, batch: int = 16, classes: int = 10) -> Workload:
 
 
 def resnet(width: int, depths: tuple[int, ...], batch: int, size: int, classes: int) -> Workload:
-    """A bottleneck ResNet over random images."""
+    """Return a bottleneck ResNet over random images."""
     return Workload(lambda: ResNet(width, depths, classes), _image_batches(size, batch, classes))
 
 
 def lstm(width: int, layers: int, batch: int, length: int, tokens: int = 256) -> Workload:
-    """An LSTM language model over random tokens."""
+    """Return an LSTM language model over random tokens."""
     batches = _token_batches(tokens, batch, length)
     return Workload(lambda: RecurrentLanguageModel(tokens, width, layers), batches, lr=3e-3)
 
@@ -197,7 +197,7 @@ def _demo_batches(task: str, *sizes: int) -> Callable[[int, torch.Generator], li
 
 
 def digits(samples: int = 64) -> Workload:
-    """The demo's CNN on real handwritten digits."""
+    """Return the demo's CNN on real handwritten digits."""
 
     def build() -> nn.Module:
         from examples.demo import DigitsNet
@@ -208,7 +208,7 @@ def digits(samples: int = 64) -> Workload:
 
 
 def characters(samples: int = 32, length: int = 32, width: int = 128, blocks: int = 3) -> Workload:
-    """The demo's GPT on the real text of Python's language reference."""
+    """Return the demo's GPT on the real text of Python's language reference."""
     from examples.demo import Characters, CharGPT
 
     alphabet = len(Characters(torch.device("cpu")).alphabet)

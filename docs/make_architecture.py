@@ -68,7 +68,7 @@ def import_graph(texts: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def package_of(module: str) -> str:
-    """The package that a module is in: `region` for `ampkit.region.autocast`, `ampkit` for the package's own file."""
+    """Return the package of a module: `region` for `ampkit.region.autocast`, `ampkit` for the package's own file."""
     parts = module.split(".")
     return parts[1] if parts[0] == "ampkit" and len(parts) > 1 else parts[0]
 
@@ -90,7 +90,7 @@ def layers(graph: Graph) -> list[list[str]]:
 
 
 def layers_text(graph: Graph) -> str:
-    """The drawing: packages, the highest layer first, with what each imports, and the layers of the modules in it."""
+    """Return the drawing: packages, the highest layer first, with their imports and the layers of their modules."""
     packages = package_graph(graph)
     lines = []
     for level, names in reversed(list(enumerate(layers(packages)))):
@@ -101,7 +101,7 @@ def layers_text(graph: Graph) -> str:
 
 
 def _layers_inside(graph: Graph, package: str) -> list[list[str]]:
-    """The layers of a package's modules, by their last names; none for a package of one module."""
+    """Return the layers of a package's modules, by their last names; none for a package of one module."""
     modules = {
         name for name in graph if package_of(name) == package and not any(o.startswith(f"{name}.") for o in graph)
     }
@@ -144,7 +144,7 @@ def private_names(source: str) -> set[str]:
 
 
 def _to_private_part(name: str) -> str | None:
-    """The name up to its last private part and one public one behind it; None if it has no such part in torch."""
+    """Return the name up to its last private part and one public one behind it, or None without one in torch."""
     parts = name.split(".")
     private = [index for index, part in enumerate(parts) if re.match(r"_(?!_)", part)]
     if parts[0] != "torch" or parts[:2] == ["torch", "ops"] or not private:
@@ -156,7 +156,7 @@ def _to_private_part(name: str) -> str | None:
 
 
 def render(page: str) -> str:
-    """The page with the layers as the sources are now."""
+    """Return the page with the layers as the sources are now."""
     begin, end = "<!-- layers: by make_architecture.py -->\n", "<!-- end of layers -->"
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)

@@ -15,7 +15,7 @@ PROGRAM = re.compile(
 
 
 def render(page: str) -> str:
-    """The page with each program as its file is now."""
+    """Return the page with each program as its file is now."""
 
     def current(found: re.Match[str]) -> str:
         return found["head"] + (ROOT / found["path"]).read_text(encoding="utf-8") + found["tail"]

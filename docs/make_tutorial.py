@@ -17,18 +17,18 @@ SHOWN = re.compile(
 
 
 def lines(path: Path) -> list[str]:
-    """A program without its docstring, which the page says in its own words."""
+    """Return a program without its docstring, since the page has a sentence for it."""
     return path.read_text(encoding="utf-8").partition('"""\n\n')[2].splitlines()
 
 
 def difference(before: Path, after: Path) -> str:
-    """The changed lines with two lines around them, as in a patch without its line numbers."""
+    """Return the changed lines with two lines around them, as in a patch without its line numbers."""
     parts = list(difflib.unified_diff(lines(before), lines(after), n=2, lineterm=""))[2:]
     return "\n".join("..." if part.startswith("@@") else part.rstrip() for part in parts).removeprefix("...\n")
 
 
 def render(page: str) -> str:
-    """The page with the programs as they are now."""
+    """Return the page with the programs as they are now."""
     numbers = {path.stem: number for number, path in enumerate(STEPS)}
 
     def current(found: re.Match[str]) -> str:

@@ -23,7 +23,7 @@ RULES = {
 
 
 def operator(name):
-    """The operator of a name in the table: `aten::softmax.int` is `torch.ops.aten.softmax.int`."""
+    """Return the operator of a name in the table: `aten::softmax.int` is `torch.ops.aten.softmax.int`."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -54,7 +54,7 @@ class AutocastMode(TorchDispatchMode):
         return below_the_key(func, *args, **keywords)
 
     def cast(self, value, dtype):
-        """An argument with its tensors in `dtype`, those of other devices, float64 and integers apart."""
+        """Return an argument with its tensors in `dtype`, except for other devices, float64 and integers."""
         if isinstance(value, (list, tuple)):
             return type(value)([self.cast(item, dtype) for item in reversed(value)][::-1])
         if not self.is_eligible(value) or value.dtype is dtype:
@@ -63,7 +63,7 @@ class AutocastMode(TorchDispatchMode):
         return self.cached_cast(value, dtype) if is_weight else value.to(dtype)
 
     def cached_cast(self, weight, dtype):
-        """The cast of a weight: made once in a region, and again after the weight was written to."""
+        """Return the cast of a weight: made once in a region, and again after the weight was written to."""
         key, written = (id(weight), dtype), (weight._version, weight.data_ptr())
         if key not in self.casts or self.casts[key][1] != written:
             with torch.enable_grad():  # one cast is used under `no_grad` and in training
@@ -71,7 +71,7 @@ class AutocastMode(TorchDispatchMode):
         return self.casts[key][2]
 
     def widest(self, values):
-        """The dtype that all eligible tensors share, otherwise float32."""
+        """Return the dtype that all eligible tensors share, otherwise float32."""
         tensors = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
         dtypes = {tensor.dtype for tensor in tensors if self.is_eligible(tensor)}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -89,7 +89,7 @@ def below_the_key(op, *args, **kwargs):
 
 
 def entry_of(op):
-    """The function that the dispatcher calls for `op` while the key is included."""
+    """Return the function that the dispatcher calls for `op` while the key is included."""
 
     def entry(*args, **kwargs):
         if thread.mode is None:  # a worker thread of autograd, for a backward that was called inside a region
@@ -112,7 +112,7 @@ for op in RULE_OF:
 
 @contextmanager
 def autocast(device_type, dtype=torch.bfloat16, enabled=True):
-    """A region: operators of this thread reach a mode while it is open. Backward may run after it."""
+    """Open a region, in which operators of this thread reach a mode. Backward may run after it."""
     outer, was_included = thread.mode, torch._C._dispatch_tls_is_dispatch_key_included(KEY)
     thread.mode = AutocastMode(device_type, dtype, {} if outer is None else outer.casts)
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, enabled)

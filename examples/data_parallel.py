@@ -37,7 +37,7 @@ class Decorated(Plain):
 
 
 def dtypes_in_threads(model: nn.Module, x: Tensor, replicas: int = 2) -> list[torch.dtype]:
-    """The output dtypes of a model called from several threads, as DataParallel calls its replicas."""
+    """Return the output dtypes of a model called from several threads, as DataParallel calls its replicas."""
     dtypes: list[torch.dtype] = []
     threads = [threading.Thread(target=lambda: dtypes.append(model(x).dtype)) for _ in range(replicas)]
     for thread in threads:

@@ -117,7 +117,7 @@ class Digits:
         self.batch_size = batch_size
 
     def model(self) -> nn.Module:
-        """A new model, on the CPU, from torch's global random state."""
+        """Return a new model, on the CPU, from torch's global random state."""
         return DigitsNet()
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ class Characters:
         self.batch_size, self.context = batch_size, context
 
     def model(self) -> nn.Module:
-        """A new model, on the CPU, from torch's global random state."""
+        """Return a new model, on the CPU, from torch's global random state."""
         return CharGPT(len(self.alphabet), self.context)
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -382,7 +382,7 @@ def print_table(results: dict[str, Any]) -> None:
 
 
 def explanation(results: dict[str, Any]) -> str:
-    """What the times of the table come from, in one line."""
+    """Return one line that explains the times of the table."""
     ratios = []
     for name, task in results["tasks"].items():
         single, native, *_ = (statistics.median(run.seconds) for run in task["runs"])
@@ -507,7 +507,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    """The command line, checked before minutes of training."""
+    """Return the command line, checked before minutes of training."""
     parser = argparse.ArgumentParser(prog="demo", description="Train in fp32, with torch.amp and with ampkit.")
     parser.add_argument("--model", choices=[*TASKS, "both"], default="both", help="the model to train (default: both)")
     parser.add_argument(

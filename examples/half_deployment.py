@@ -27,7 +27,7 @@ class Calibrate(nn.Module):
 
 
 def train(x: Tensor, y: Tensor) -> nn.Module:
-    """A small network in float32."""
+    """Return a small network in float32."""
     model = nn.Sequential(Calibrate(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):

@@ -65,7 +65,7 @@ class Run:
         return sum(t.nbytes for t in held) / sum(p.numel() for p in self.model.parameters())
 
     def accuracy(self, x: Tensor, y: Tensor) -> float:
-        """The share of digits recognized."""
+        """Return the share of digits recognized."""
         self.model.eval()
         with torch.no_grad():
             return (self.model(x).argmax(1) == y).double().mean().item()

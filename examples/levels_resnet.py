@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def resnet(width: int = 12) -> nn.Module:
-    """A ResNet for 8 by 8 images."""
+    """Return a ResNet for 8 by 8 images."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, 1, 1),
         Block(width, width, 1),

@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(task: Characters, model: torch.nn.Module, options: dict[str, Any], steps: int, lr: float) -> list[float]:
-    """The loss of each step, then bits per character on held-out text."""
+    """Return the loss of each step, then bits per character on held-out text."""
     optimizer = AdamW(model.parameters(), lr=lr, **options)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
     batches, losses = torch.Generator().manual_seed(1), []
@@ -54,7 +54,7 @@ def train(task: Characters, model: torch.nn.Module, options: dict[str, Any], ste
 
 
 def means(losses: list[float], count: int) -> list[float]:
-    """The mean of every so many losses."""
+    """Return the mean of each `count` losses in a row."""
     parts = [losses[i : i + count] for i in range(0, len(losses), count)]
     return [math.fsum(part) / len(part) for part in parts]
 

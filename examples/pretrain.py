@@ -82,7 +82,7 @@ class Block(nn.Module):
         return checkpoint(self.compute, x, use_reentrant=False)
 
     def compute(self, x: Tensor) -> Tensor:
-        """The block itself. Under tensor parallelism a rank has some of the heads."""
+        """Return the block itself. Under tensor parallelism a rank has some of the heads."""
         normed = self.norm_attention(x)
         q, k, v = (
             layer(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
@@ -105,7 +105,7 @@ class GPT(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """The mean loss of predicting each character of `[batch, time + 1]` from those before it."""
+        """Return the mean loss of predicting each character of `[batch, time + 1]` from the ones before it."""
         given, wanted = codes[:, :-1], codes[:, 1:]
         x = self.embed(given) + self.position(torch.arange(given.shape[1], device=codes.device))
         for block in self.blocks:
@@ -127,7 +127,7 @@ class Stream:
         self.position = 0
 
     def next(self) -> Tensor:
-        """The batch of all ranks; each takes its part."""
+        """Return the batch of all ranks; each takes its part."""
         generator = torch.Generator().manual_seed(self.position)
         self.position += 1
         starts = torch.randint(len(self.codes) - CONTEXT, (BATCH, 1), generator=generator)
@@ -135,7 +135,7 @@ class Stream:
 
 
 def parallelize(model: nn.Module, how: str, device: torch.device, compute: torch.dtype) -> tuple[nn.Module, int, int]:
-    """The parallel model, and which part of how many parts of a batch this rank computes."""
+    """Return the parallel model, and which part of how many parts of a batch this rank computes."""
     world = dist.get_world_size()
     if how == "ddp":
         return DistributedDataParallel(model), dist.get_rank(), world
@@ -166,7 +166,7 @@ class Run:
         self.losses: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after a step. Waits for the device."""
+        """Return the state after a step. Waits for the device."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -186,7 +186,7 @@ class Run:
         self.step, self.stream.position, self.losses = saved["step"], saved["position"], list(saved["losses"])
 
     def digest(self) -> str:
-        """A SHA-256 of the state, with shards put together. All ranks call it."""
+        """Return a SHA-256 of the state, with shards put together. All ranks call it."""
         digest = hashlib.sha256()
         for name, value in _flat("run", self.state_dict()):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -197,7 +197,7 @@ class Run:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The entries of nested dicts with their paths, sorted."""
+    """Yield the entries of nested dicts with their paths, sorted."""
     if not isinstance(value, dict):
         yield name, value
         return
@@ -302,7 +302,7 @@ def _is_before(line: str, step: int) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """The value, or None for inf and NaN, which JSON lacks."""
+    """Return the value, or None for inf and NaN, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -327,12 +327,12 @@ class Stop:
 
 
 def rate(step: int) -> float:
-    """The share of the learning rate: a warm-up, then the inverse square root. No end, so `--steps` can grow."""
+    """Return the share of the learning rate: a warm-up, then the inverse square root. No end, so `--steps` can grow."""
     return min((step + 1) / 10, math.sqrt(10 / (step + 1)))
 
 
 def build(how: str, name: str, device: torch.device) -> tuple[Run, int, int]:
-    """A new run, and which part of how many parts of a batch this rank computes."""
+    """Return a new run, and which part of how many parts of a batch this rank computes."""
     precision = PRECISIONS[name]
     torch.manual_seed(0)  # the same weights on all ranks
     model, part, parts = parallelize(GPT().to(device, precision.weights), how, device, precision.compute)

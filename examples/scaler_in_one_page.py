@@ -15,7 +15,7 @@ class GradScaler:
         self.found_inf = {}  # this iteration's optimizers whose gradients are unscaled: were they not all finite?
 
     def scale(self, loss):
-        """The loss, multiplied: backward multiplies each gradient by the same factor."""
+        """Return the loss, multiplied: backward multiplies each gradient by the same factor."""
         return loss * self.loss_scale
 
     def unscale_(self, optimizer):

@@ -1,7 +1,7 @@
 """The interface of Apex amp: `from ampkit import amp` takes the place of `from apex import amp`.
 
 - `frontend`: `initialize`, `scale_loss`, `state_dict` and the other functions around a training loop.
-- `levels`: what O0 to O3 mean, which overrides they accept, and which models and optimizers are refused.
+- `levels`: the meaning of O0 to O3, which overrides they accept, and which models and optimizers are refused.
 - `scaled_gradients`: gradients from a scaled backward to the step, and the scaler of one loss.
 - `fp16_optimizer`: `FP16Optimizer`, after Apex's FP16_Optimizer.
 - `fp32_checkpoints`: state dicts of a 16-bit model in float32.

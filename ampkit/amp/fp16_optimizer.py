@@ -134,7 +134,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         """Move the gradients of `backward(..., update_master_grads=False)` to the masters.
 
         Raises:
-            RuntimeError: there are no such gradients.
+            RuntimeError: such gradients do not exist.
         """
         if not self._gradients.still_scaled():
             raise RuntimeError(
@@ -146,14 +146,14 @@ class FP16Optimizer(torch.optim.Optimizer):
         """Limit the joint norm of all unscaled gradients by `torch.nn.utils.clip_grad_norm_`.
 
         Args:
-            max_norm: the largest norm that is left.
+            max_norm: the largest norm after clipping.
             norm_type: p of the p-norm; may be inf.
 
         Returns:
             The norm before clipping, a 0-d tensor.
 
         Raises:
-            RuntimeError: there was no backward since the last step.
+            RuntimeError: backward has not run since the last step.
         """
         if not self._gradients.unscaled:
             raise RuntimeError("clip_master_grads() without a backward since the last step")
@@ -166,7 +166,7 @@ class FP16Optimizer(torch.optim.Optimizer):
             The result of the wrapped optimizer's `step`.
 
         Raises:
-            RuntimeError: there was no backward since the last step, or its gradients are still scaled.
+            RuntimeError: backward has not run since the last step, or its gradients are still scaled.
         """
         return self.optimizer.step()
 
@@ -208,7 +208,7 @@ class FP16Optimizer(torch.optim.Optimizer):
 
 
 def _dynamic(dynamic_loss_args: Mapping[str, Any]) -> DynamicLossScale:
-    """Return the strategy with Apex's defaults; the first scale is too large on purpose, and falls at once."""
+    """Return the strategy with Apex's defaults; the first scale is too large on purpose and soon falls."""
     fields: dict[str, Any] = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
     fields.update((_DYNAMIC_NAMES.get(name, name), value) for name, value in dynamic_loss_args.items())
     return DynamicLossScale(**fields)

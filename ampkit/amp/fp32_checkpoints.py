@@ -43,7 +43,7 @@ class Fp32Checkpoints:
         return None
 
     def save(self, model: Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Hook after `state_dict`: replace 16-bit entries by float32, but not parameters (`keep_vars=True`)."""
+        """Replace 16-bit entries of `state_dict` by float32, but not parameters (`keep_vars=True`). A hook after it."""
         widened: dict[int, Tensor] = {}  # by tensor: tied weights share one entry
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ class Fp32Checkpoints:
             state_dict[prefix + name] = widened[id(tensor)]
 
     def load(self, model: Module, state_dict: dict[str, Any], prefix: str, *report: Any) -> None:
-        """Hook before `load_state_dict`: copy float32 values into the masters before the model rounds them."""
+        """Copy float32 values into the masters before the model rounds them. A hook before `load_state_dict`."""
         for name, param in model.named_parameters(remove_duplicate=False):
             master, saved = self.master_of(param), state_dict.get(prefix + name)
             if master is not None and isinstance(saved, Tensor) and saved.shape == master.shape:

@@ -52,7 +52,7 @@ class Overrides(TypedDict, total=False):
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
         policy: the operator rules of O1's region; "torch" and "default" are names of two.
         buffers: which buffers to convert at O2 and O3, as of `half`: "exact" (default), "all" (as Apex), or "none".
-        cast_model_type: Apex's name for `dtype` at O2 and O3; at O0 a 16-bit type converts the model too.
+        cast_model_type: Apex's name for `dtype` at O2 and O3; at O0 a 16-bit type also converts the model.
             With float32 the model keeps its weights and its inputs are cast to float32; with False neither is cast.
         patch_torch_functions: False leaves out O1's region; no function is patched.
     """
@@ -215,7 +215,7 @@ def scale_loss(
 
     Raises:
         RuntimeError: an optimizer that has not been through `initialize`, or gradients under another scale.
-        IndexError: there is no scale for `loss_id`.
+        IndexError: `loss_id` has no scale.
         TypeError: the loss is not a tensor.
     """
     all_optimizers = levels.bare_optimizers(optimizers)
@@ -285,7 +285,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
-    """Load what `state_dict`, or Apex's `amp.state_dict`, returned. Call it after `initialize`.
+    """Load the result of `state_dict`, or of Apex's `amp.state_dict`. Call it after `initialize`.
 
     Args:
         state_dict: the saved loss scales, with as many entries as there are losses.

@@ -58,16 +58,16 @@ def float_function(fn: Callable[P, R]) -> Callable[P, R]:
     """Compute a function in float32: cast its tensor arguments up and turn autocast off inside. Never synchronizes.
 
     For code that needs float32 precision, such as rotary embeddings, quaternions or a solver. Unlike
-    `autocast(enabled=False)` it names no device, and computes in float32 from 16-bit arguments too; so does backward.
-    `Policy.for_modules` does the same for modules::
+    `autocast(enabled=False)` it names no device, and computes in float32 from 16-bit arguments as well; so does
+    backward. `Policy.for_modules` does the same for modules::
 
         @float_function
         def rotary(positions, frequencies):
             return (positions[:, None] @ frequencies[None]).cos()
 
     Arguments are cast as by `custom_fwd(cast_inputs=torch.float32)`: floating-point tensors on a device whose autocast
-    is on, float64 excepted, in lists, tuples, mappings and dataclasses too; a method of a dataclass gets a copy of it.
-    Tensors that are not arguments, such as 16-bit weights of a module, are not cast. Results stay float32.
+    is on, float64 excepted, in lists, tuples, mappings and dataclasses included; a method of a dataclass gets a copy of
+    it. Tensors that are not arguments, such as 16-bit weights of a module, are not cast. Results are float32.
 
     Outside a region, and if autocast is off, the function is called unchanged.
 

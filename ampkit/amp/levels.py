@@ -1,4 +1,4 @@
-"""What O0 to O3 mean, which of their properties may be overridden, and which models and optimizers they accept.
+"""The meaning of O0 to O3, which of their properties may be overridden, and which models and optimizers they accept.
 
 Data and checks, without side effects; `amp.initialize` carries a level out. Levels and properties are Apex's. For
 bfloat16, which has float32's range, the loss scale defaults to 1.

@@ -78,7 +78,7 @@ class ScaledGradients:
     def check_accumulation(self, scaler: LossScaler, delay_unscale: bool) -> None:
         """Raise `RuntimeError` for a backward whose gradients would be added to gradients under another scale.
 
-        A delayed backward that would set gradients aside is refused too: `zero_grad` would not drop them.
+        A delayed backward that would set gradients aside is also refused: `zero_grad` would not drop them.
         """
         if self.still_scaled():
             if self.delayed != (scaler, scaler.updates):
@@ -113,7 +113,7 @@ class ScaledGradients:
         self.unscaled = False
 
     def undo(self) -> None:
-        """Drop the gradients of a backward that raised, and restore those set aside; delayed gradients stay."""
+        """Drop the gradients of a backward that raised, and restore the ones set aside. Delayed gradients remain."""
         if self.delayed is None:
             for param in self.backward_params():
                 param.grad = self._set_aside.pop(param, None)
@@ -247,11 +247,11 @@ class LossScaler(GradScaler):
         return saved_state.loadable(state_dict, self.loss_scale)
 
     def load_checked_state(self, state: Any) -> None:
-        """Load what `checked_state` returned. It cannot fail, so that of several scalers all load or none does."""
+        """Load the result of `checked_state`. It cannot fail, so that all of several scalers load, or none."""
         self._take_over(state)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Count a step that an optimizer is about to make; `skipped` is None if only the device knows."""
+        """Count a step that an optimizer is about to make; `skipped` is None if only the device has the flag."""
         record = self._lasting_record_of(optimizer)
         skipped = self._count(record, optimizer, found_inf, skipped=skipped)
         self._note_step(record, optimizer, found_inf, None, skipped=skipped)

@@ -101,7 +101,7 @@ class Cast:
 
 @functools.cache
 def cast_to(device_type: str, dtype: torch.dtype) -> Cast:
-    """The `Cast` for a device type and a dtype; one object for each pair."""
+    """Return the `Cast` for a device type and a dtype; one object for each pair."""
     return Cast(device_type, dtype)
 
 
@@ -111,7 +111,7 @@ def is_eligible(argument: Any, device_type: str) -> bool:
 
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """Every tensor among arguments, also in lists and tuples."""
+    """Every tensor among arguments, including lists and tuples."""
     for argument in args:
         kind = type(argument)
         if kind in _WITHOUT_TENSORS:
@@ -123,10 +123,10 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def widest_dtype(args: Iterable[Any], device_type: str) -> torch.dtype | None:
-    """The dtype that PROMOTE casts to, whatever the order of the arguments; None if no tensor is eligible.
+    """Return the dtype that PROMOTE casts to, whatever the order of the arguments; None if no tensor is eligible.
 
-    The dtype that all eligible tensors share, otherwise float32; also for float16 with bfloat16, where torch.amp
-    raises.
+    The dtype that all eligible tensors share, otherwise float32. This includes float16 with bfloat16, for which
+    torch.amp raises.
     """
     on_device = cast_to(device_type, torch.float32).on_device
     dtypes = {tensor.dtype for tensor in tensors(args) if tensor.dtype in _ELIGIBLE and on_device(tensor)}
@@ -138,7 +138,7 @@ def widest_dtype(args: Iterable[Any], device_type: str) -> torch.dtype | None:
 def with_float32_dtype(
     op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str
 ) -> tuple[OpOverload, tuple[Any, ...], Mapping[str, Any]]:
-    """The call with `dtype=torch.float32`, unless the caller gave a dtype or the first argument is not eligible."""
+    """Return the call with `dtype=torch.float32`, unless a dtype was given or the first argument is not eligible."""
     if not args or not is_eligible(args[0], device_type):
         return op, args, kwargs
     target = dtype_overload(op)

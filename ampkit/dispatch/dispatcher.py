@@ -73,7 +73,7 @@ KEY_NAMES = {KEY: "TESTING_ONLY_GenericMode", TORCH_KEY: "TESTING_ONLY_GenericWr
 _BELOW = keys_below(TORCH_KEY)
 _PRE_DISPATCH = dispatch_key("PreDispatch")  # of the tracer of `torch.export`, the only key above these two
 
-OPERATORS: dict[str, OpOverload] = {}  # those with an entry, by their names: "aten::linear"
+OPERATORS: dict[str, OpOverload] = {}  # operators with an entry, by name: "aten::linear"
 _installed: set[tuple[OpOverload, Any]] = set()  # operator and key of each entry
 _libraries: dict[str, Library] = {}  # by the operators' namespace
 
@@ -81,8 +81,8 @@ _libraries: dict[str, Library] = {}  # by the operators' namespace
 class Exit:
     """Whether this process has begun to exit.
 
-    torch then removes what libraries have registered, and calls no Python function in place of an operator any more.
-    Regions that are entered after that, as in `__del__` of a global, set torch's own autocast state alone.
+    torch then removes all registrations of libraries, and operators call no Python function any more. Regions that
+    are entered after that, as in `__del__` of a global, set only torch's own autocast state.
     """
 
     begun = False
@@ -92,7 +92,7 @@ weakref.finalize(Exit, setattr, Exit, "begun", True)  # when torch removes the f
 
 
 def current_mode() -> Any:
-    """The `AutocastMode` of this thread's innermost region, or the one that autograd handed to it; else None."""
+    """Return the `AutocastMode` of this thread's innermost region, or the one that autograd handed to it, or None."""
     try:
         mode = get_in_tls(TLS_NAME)
     except RuntimeError:  # no region was entered in this thread
@@ -106,7 +106,7 @@ def is_open() -> bool:
 
 
 def autocast_key(device_type: str) -> Any:
-    """The dispatch key of torch's own autocast for a device type."""
+    """Return the dispatch key of torch's own autocast for a device type."""
     return dispatch_key(AUTOCAST_KEYS[listed_as(device_type)])
 
 
@@ -189,7 +189,7 @@ def _cast_before_tracer(op: OpOverload, tracer: Callable[..., Any], *args: Any, 
     return tracer(*args, **kwargs) if result is NotImplemented else result
 
 
-# Transforms of `torch.func` decompose some operators before torch's autocast sees them.
+# Transforms of `torch.func` decompose some operators before they reach torch's autocast.
 
 _FRONT = dispatch_key("FuncTorchDynamicLayerFrontMode")
 _AHEAD = (_FRONT, dispatch_key("FuncTorchBatched"), dispatch_key("BatchedNestedTensor"))
@@ -207,7 +207,7 @@ def in_forward_ad() -> bool:
 
 
 def keys_ahead(op: OpOverload) -> tuple[Any, ...]:
-    """The dispatch keys at which a call of `op` is transformed before it reaches torch's autocast."""
+    """Return the dispatch keys at which a call of `op` is transformed before it reaches torch's autocast."""
     return (*_AHEAD, dispatch_key(_RANDOM)) if has_kernel(op.name(), _RANDOM) else _AHEAD
 
 

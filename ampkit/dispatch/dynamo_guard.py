@@ -1,7 +1,7 @@
 """The policy mark: a guard by which Dynamo compiles a function again under another policy.
 
 Dynamo traces a function that is called inside a region with the region's casts, and guards on torch's autocast state:
-enabled and dtype of each device type. Two regions that differ in policy alone would look the same to these guards. So a
+enabled and dtype of each device type. These guards do not distinguish regions that differ only in policy. So a
 region whose policy is not torch.amp's list encodes its policy as the autocast dtypes of device types that torch still
 lists and that no build of torch can run, one dtype per digit: the *mark*. It casts nothing; torch's guards check it in
 C++.
@@ -37,7 +37,7 @@ _texts: dict[Mark, str] = {}
 
 
 def mark_of(policies: tuple[tuple[str, Policy], ...], *, casts: bool = True) -> Mark:
-    """Return the mark of a region with these policies: empty for the policy that no mark stands for, else unique.
+    """Return the mark of a region with these policies: empty for the policy that no mark stands for, otherwise unique.
 
     No mark stands for torch.amp's own list in a region that casts. In a region that casts nothing, it stands for the
     default policy: regions inside inherit the policy, and without an outer region they have the default one.
@@ -61,7 +61,7 @@ def _mark_of(policies: tuple[tuple[str, Policy], ...], casts: bool, changes: int
 
 
 def _free_mark(text: str) -> Mark:
-    """A mark that no other policy of this process has: by a hash of the text, so mostly the same in every process."""
+    """Return a mark that is unique in this process: from a hash of the text, so mostly the same in every process."""
     capacity = len(_DIGITS) ** 2
     if len(_texts) >= capacity:
         _marks.clear()
@@ -78,7 +78,7 @@ def _free_mark(text: str) -> Mark:
 
 
 def current_mark() -> Mark:
-    """The mark that is set in this thread."""
+    """Return the mark that is set in this thread."""
     if not _is_enabled(MARK_DEVICES[0]):
         return ()
     return tuple([(device, _dtype_of(device)) for device in MARK_DEVICES if _is_enabled(device)])
@@ -109,8 +109,8 @@ class _Compilation:
 def _begin(_: Any) -> None:
     mark = current_mark()
     if mark:
-        # Where an operator has raised in a graph of `backend="eager"`, torch restores which devices are enabled and not
-        # their dtypes. The digits are then not the mark of a policy, and nothing on disk may match.
+        # After an operator has raised in a graph of `backend="eager"`, torch restores which devices are enabled, but
+        # not their dtypes. The digits are then not the mark of a policy, and nothing on disk may match.
         text = _texts.get(mark) or uuid.uuid4().hex
         _Compilation.tag = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = _Compilation.tag + hashlib.sha256(text.encode()).hexdigest()
@@ -158,5 +158,5 @@ def trace_backward_as_eager() -> bool:
 
 
 def traced_backward() -> None:
-    """Take back what `trace_backward_as_eager` has changed."""
+    """Undo the change of `trace_backward_as_eager`."""
     functorch_config().backward_pass_autocast = _AS_FORWARD

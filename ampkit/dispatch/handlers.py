@@ -4,9 +4,9 @@ A handler is a closure, made when the operator is first called in a region with 
 mode, the dispatcher's keys, and the operator's arguments, of which the dispatcher omits trailing defaults. Whether
 autocast is on, its dtype and the cache are read at each call, so all modes with the same rules share handlers.
 
-Tensor subclasses, numbers in the place of tensors and transforms of `torch.func` take the *general handler* of the
-operator instead, as do operators with unusual schemas, rules without a closure here, regions of several device types,
-and regions whose calls are recorded. It calls `AutocastMode.__torch_dispatch__`.
+The *general handler* of the operator takes over for tensor subclasses, numbers instead of tensors, transforms of
+`torch.func`, operators with unusual schemas, rules without a closure here, regions of several device types, and
+regions whose calls are recorded. It calls `AutocastMode.__torch_dispatch__`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BOUND_NAMES = frozenset(f"aten::{name}" for name in BOUND_NAMES)
 
 
 def handlers_for(device_type: str, table: RuleTable, key: Any) -> dict[str, Handler]:
-    """The handlers of modes with these rules and this dispatch key, by operator name."""
+    """Return the handlers of modes with these rules and this dispatch key, by operator name."""
     if table.handlers is None:
         table.handlers = _Handlers(device_type, table, key)
     return table.handlers
@@ -80,7 +80,7 @@ class _Handlers(dict[str, Handler]):
 
 
 def _closure_for(op: OpOverload, rule: Rule) -> Callable[..., Handler] | None:
-    """The function that makes the handler of an operator; None where only the general handler will do."""
+    """Return the function that makes the handler of an operator; None where only the general handler will do."""
     schema = op._schema.arguments
     kinds = [str(argument.type) for argument in schema if "Tensor" in str(argument.type)]
     if not kinds or any(argument.kwarg_only and "Tensor" in str(argument.type) for argument in schema):
@@ -97,9 +97,9 @@ def _closure_for(op: OpOverload, rule: Rule) -> Callable[..., Handler] | None:
 def _casting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> Handler:
     """LOWER and FLOAT32: cast every tensor, the last one first (see `Cast.kwargs`).
 
-    Where torch's autocast has a kernel for the operator with the same rule, that kernel runs next. If no tensor is
-    float32 under LOWER, or all are under FLOAT32, casts are left to it: those of one 16-bit dtype to the other, which
-    no cache keeps.
+    If torch's autocast has a kernel for the operator with the same rule, that kernel runs next. If no tensor is float32
+    under LOWER, or all are under FLOAT32, that kernel makes the remaining casts, from one 16-bit dtype to the other.
+    They are not cached.
     """
     general, call = GENERAL_HANDLERS[op.name()], _caller_below(op, device_type, key)
     positions, autocast, in_torch = _tensor_positions(op), autocast_key(device_type), _in_torch(op, rule, device_type)
@@ -192,7 +192,7 @@ def _in_torch(op: OpOverload, rule: Rule, device_type: str) -> bool:
 
 
 def _caller_below(op: OpOverload, device_type: str, key: Any) -> Callable[..., Any]:
-    """The function that calls an operator below the region's key and, with `below_autocast`, below torch's too."""
+    """Return the function that calls an operator below the region's key; with `below_autocast`, below torch's key."""
     run = (python_binding(op) if op.name() in _BOUND_NAMES else None) or op._op
     autocast = autocast_key(device_type)
 
@@ -228,7 +228,7 @@ GENERAL_HANDLERS: dict[str, Handler] = _GeneralHandlers()
 
 
 def _general_handler(op: OpOverload) -> Handler:
-    """The handler of an operator for any rule, any arguments and any mode."""
+    """Return the handler of an operator for any rule, any arguments and any mode."""
     positions = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
     ahead, refuses_numbers = keys_ahead(op), not takes_numbers(op)
 
@@ -236,15 +236,16 @@ def _general_handler(op: OpOverload) -> Handler:
     def handler(mode: Any, keys: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if refuses_numbers or functorch_level() is not None:
             args = _with_tensors(args, _numbers(args, positions))
-        if refuses_numbers:  # in traced code torch treats some tensors as numbers, also without a tensor beside them
+        if refuses_numbers:  # in traced code torch treats some tensors as numbers, even without another tensor argument
             for position in _numbers(args, positions):
                 args = (*args[:position], torch.tensor(args[position]), *args[position + 1 :])
         if not (mode.as_torch and is_ahead(keys, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
                 return result
-        # If none of the mode's policies lists `op`, torch's autocast key must stay included: the operator's library may
-        # have registered a function there, and without the key autocast counts as disabled for the operator's parts.
+        # If none of the mode's policies lists `op`, torch's autocast key must remain included: the operator's library
+        # may have registered a function there, and without the key autocast counts as disabled for the operator's
+        # parts.
         listed = any(op in table for _, table in mode.tables)
         excluded, below = (mode.excluded_keys, mode.redispatch_keys) if listed else keysets(())
         if _numbers(args, positions):
@@ -257,7 +258,7 @@ def _general_handler(op: OpOverload) -> Handler:
 
 
 def _numbers(args: tuple[Any, ...], positions: list[int]) -> list[int]:
-    """Those of the positions of tensors at which a number was given."""
+    """Return the tensor positions at which a number was given."""
     return [position for position in positions if position < len(args) and type(args[position]) in _NUMBERS]
 
 
@@ -274,8 +275,8 @@ def _with_tensors(args: tuple[Any, ...], positions: list[int]) -> tuple[Any, ...
     for position in positions:
         if type(args[position]) in (int, float, bool):
             number = torch.scalar_tensor(args[position], dtype=torch.float64)
-            # A float64 number would promote a tensor without dimensions, so it gets that tensor's dtype; a dtype of 16
-            # bits only if no digit is lost.
+            # A float64 number would promote a tensor without dimensions, so it gets that tensor's dtype, a 16-bit
+            # dtype only if no digit is lost.
             low = number.to(tensor.dtype) if tensor.dim() == 0 else number
             if tensor.dtype not in (torch.float16, torch.bfloat16) or bool(low == number):
                 changed[position] = low

@@ -1,4 +1,4 @@
-"""The mode of an open region: what it puts into the thread for its operators to find.
+"""The mode of an open region: the object in thread-local state from which its operators take their rules.
 
 A mode has the region's policies, one per device type, the handlers of their operators, and the cache of weight casts.
 Its rules never change, so regions of a thread with the same policies share a mode. Whether autocast is enabled for a
@@ -26,15 +26,15 @@ from ampkit.torch_private import Exclude, OpOverload, TorchDispatchMode, dynamo_
 __all__ = ["AutocastMode", "Call", "Observer", "call_by_rule", "observers"]
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]  # function, arguments, keyword arguments
-# Called with the mode, an operator, the arguments as they were given, the call to make, and the casts in it that come
-# from the cache.
+# Called with the mode, an operator, the arguments as they were given, the call to make, and the casts in it that were
+# cached.
 Observer = Callable[["AutocastMode", OpOverload, tuple[Any, ...], Mapping[str, Any], Call, list[Any]], None]
 observers: list[Observer] = []  # the last one observes the calls of regions that are entered now
 _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
 
 class AutocastMode(TorchDispatchMode):
-    """What an open region puts into the thread.
+    """The state that an open region puts into the thread.
 
     torch's own mode stack is below autograd, so `region.stack` does not push the mode there: see `dispatcher`.
 
@@ -42,7 +42,7 @@ class AutocastMode(TorchDispatchMode):
         policies: pairs of a device type and its policy.
         cache: the casts of weights; None: no cast is kept.
         observer: a function that is called before each operator call that follows a rule.
-        is_open: False for the mode that stays in the thread after the outermost region is left.
+        is_open: False for the mode that remains in the thread after the outermost region ends.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class AutocastMode(TorchDispatchMode):
         is_plain = len(self.tables) == 1 and observer is None
         self.handlers = handlers_for(*self.tables[0], self.key) if is_plain else GENERAL_HANDLERS
         self.with_module_rules = frozenset(device_type for device_type, policy in policies if policy.modules)
-        # What stays in the thread after the outermost region is left: backward of `torch.cond` and other higher-order
-        # operators recomputes the forward under the dispatch keys that it saw, the region's key among them, wherever
-        # backward is called.
+        # This mode remains in the thread after the outermost region ends: backward of `torch.cond` and other
+        # higher-order operators recomputes the forward under the dispatch keys of the forward, the region's key
+        # included, wherever backward is called.
         self.closed = AutocastMode(policies, None, is_open=False) if is_open else self
 
     def policy_for(self, device_type: str) -> Policy | None:
-        """The policy for a device type, if there is one."""
+        """Return the policy for a device type, if there is one."""
         return next((policy for known, policy in self.policies if known == device_type), None)
 
     @classmethod
@@ -136,7 +136,7 @@ def call_by_rule(
     device_type: str,
     cache: WeightCasts | None,
 ) -> Call:
-    """The call that a rule makes of `op(*args, **kwargs)` in a region for a device type.
+    """Return the call that a rule makes of `op(*args, **kwargs)` in a region for a device type.
 
     Raises:
         RuntimeError: the rule is BANNED, and the operator has arguments that the region may cast.

@@ -29,7 +29,7 @@ def once() -> None:
 
 
 def fault() -> str | None:
-    """A description of the first thing that does not work; None if regions work."""
+    """Return a description of the first thing that does not work; None if regions work."""
     mode = AutocastMode((("cpu", Policy.default("cpu")),), None)  # raises if the dispatch key is taken
     found: list[str | None] = []
     thread = threading.Thread(target=lambda: found.append(_try_out(mode)), name="ampkit self check", daemon=True)

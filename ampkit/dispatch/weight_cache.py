@@ -1,15 +1,16 @@
-"""The cache of weight casts: inside a region a weight is cast once, until the outermost region is left.
+"""The cache of weight casts: inside a region a weight is cast once, until the outermost region ends.
 
 A cached cast is used only while the weight cannot have changed. Each use compares
 
 - the tensor itself, and that it requires grad;
-- its version counter, which every write that autograd knows of increments;
-- its memory: the address, and a weak reference to the storage, since an address alone comes back as soon as
+- its version counter, which every write through autograd increments;
+- its memory: the address, and a weak reference to the storage, since an address can be reused as soon as
   `p.data = ...` has freed it.
 
-Any step of any optimizer ends all casts, since fused optimizers do not increment the versions of what they write.
+Any step of any optimizer ends all casts, since fused optimizers do not increment the versions of the tensors that they
+write.
 
-As in torch.amp, writes through `.data`, `.numpy()` and other aliases are not seen before the outermost region is left.
+As in torch.amp, writes through `.data`, `.numpy()` and other aliases are not detected before the outermost region ends.
 An outer `autocast(device_type, enabled=False)` keeps the casts of the regions inside it: around micro-batches, or
 around the loop of `generate()`.
 """
@@ -59,8 +60,8 @@ def invalidate_casts(*_: Any) -> None:
 class WeightCasts:
     """The casts of weights that the regions of a thread share, and other forms of weights, such as FP8.
 
-    How a weight is cast says an object with `convert(weight)`, `device_type` and `source_dtypes`: a `casting.Cast`, or
-    the form of a product rule.
+    An object with `convert(weight)`, `device_type` and `source_dtypes` defines the cast: a `casting.Cast`, or the form
+    of a product rule.
     """
 
     def __init__(self, *, in_capture: bool = False) -> None:
@@ -79,7 +80,7 @@ class WeightCasts:
         return self.getter(cast.device_type)(weight, cast)
 
     def getter(self, device_type: str) -> Callable[[Tensor, Any], Any]:
-        """The function that does what `get` does for the weights of the operator that runs now."""
+        """Return a faster `get` for the weights of the operator that runs now."""
         if (
             not _cache_enabled()  # a `torch.autocast` region inside ours disables it
             or (n_dispatch_modes() != 0 and not only_observed())  # traced, recorded or made of fake tensors
@@ -113,11 +114,11 @@ class WeightCasts:
         except RuntimeError:  # sparse tensors have no memory of their own
             return cast.convert(weight)
         self._since_step = _Steps.since_last = _Steps.since_last or object()
-        version = weight._version  # read before the cast, so that a write meanwhile invalidates it
+        version = weight._version  # read before the cast, so that a write during the cast invalidates it
         if _grad_enabled() or _inference_mode():
             converted = cast.convert(weight)
         else:
-            # With a history under `no_grad` too, as in torch.amp: the age of the history decides in which order the
+            # With a history even under `no_grad`, as in torch.amp: the age of the history decides in which order the
             # gradients of a weight are added.
             try:
                 set_grad_enabled(True)
@@ -152,7 +153,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _memory(weight: Tensor) -> tuple[int | None, Callable[[], Any] | None]:
-    """The address of a weight's memory and a weak reference to its storage; None for tensors that wrap others."""
+    """Return the address of a weight's memory and a weak reference to its storage; None for a wrapper of tensors."""
     kind = type(weight)
     if (kind is Parameter or kind is Tensor) and (functorch_level() is None or not is_functorch_wrapped(weight)):
         return weight.data_ptr(), weakref.ref(weight.untyped_storage())

@@ -72,8 +72,8 @@ def norm_and_factor(
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of the gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
 
-    Gradients are only read; plain ones on one GPU by one launch. Call it without autograd. Synchronizes by the
-    collectives alone.
+    Gradients are only read; plain ones on one GPU by one launch. Call it without autograd. Synchronizes only by
+    collectives.
 
     Args:
         gradients: this rank's gradients, still scaled.
@@ -82,10 +82,10 @@ def norm_and_factor(
         norm_type: the order; inf: the largest magnitude.
         max_norm: the largest norm after clipping.
         agreement: the ranks that skip together.
-        process_group: ranks that hold other gradients, over which the norm is taken too.
+        process_group: ranks that hold other gradients, over which the norm is taken as well.
 
     Returns:
-        Both 0-d on `inv_scale`'s device. The norm is float64 if a gradient is float64 or complex128, else float32.
+        Both 0-d on `inv_scale`'s device. The norm is float64 if a gradient is float64 or complex128, otherwise float32.
     """
     if gradients.meshes or process_group is not None:
         parts = _norms_of_parts(gradients, inv_scale, found_inf, norm_type)

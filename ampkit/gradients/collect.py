@@ -20,12 +20,12 @@ from ampkit.dtypes import REAL_FLOATS
 from ampkit.torch_private import foreach_clamp_max_, foreach_clamp_min_, is_dtensor, local_tensors, placements_of
 
 ORDINARY = frozenset({Tensor, torch.nn.Parameter})
-"""Types of tensors that are no DTensors. A test by type: a failing attribute lookup costs more than all else."""
+"""Types of tensors that are not DTensors. A test by type, since a failing attribute lookup is the largest cost."""
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 _MASTERS = "_ampkit_masters"  # the attribute of an optimizer with its `MasterWeights`
 
-# Runs in C: a step looks at a thousand gradients.
+# Runs in C: a step reads the dtypes of a thousand gradients.
 _dtype_of = attrgetter("dtype")
 
 
@@ -56,7 +56,7 @@ class Gradients:
     def unscale_(self, factor: Tensor, flags: Mapping[torch.device, Tensor]) -> None:
         """Multiply by a 0-d factor, in place, and set the flag of each device with a non-finite product.
 
-        Sums over repeated indices of sparse gradients are checked too. Call it without autograd. Never synchronizes.
+        Sums over repeated indices of sparse gradients are also checked. Call it without autograd. Never synchronizes.
         """
         for device, tensors in self.by_device.items():
             flag = flags[device]
@@ -97,7 +97,7 @@ class Gradients:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The optimizer's parameters of all parameter groups, in order.
+    """Return the optimizer's parameters of all parameter groups, in order.
 
     Raises:
         AssertionError: a parameter is not a tensor.
@@ -119,7 +119,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def places(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
-    """The optimizer's name for each parameter, or None, its place ("group 0, parameter 3"), and the parameter."""
+    """Yield the optimizer's name for each parameter, or None, its place ("group 0, parameter 3"), and the parameter."""
     for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [None] * len(group["params"])
         for index, (name, param) in enumerate(zip(names, group["params"], strict=True)):
@@ -127,7 +127,7 @@ def places(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
 
 
 def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: bool = False) -> Gradients:
-    """The gradients of `params` as local strided float tensors; parameters without one are left out.
+    """Return the gradients of `params` as local strided float tensors; parameters without one are omitted.
 
     May replace a `.grad` by an equal one that can be written in place: expanded gradients become dense, DTensors with a
     pending reduction are reduced, fp16 sparse gradients are coalesced. No gradient's value changes.
@@ -175,7 +175,7 @@ def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: b
 
 
 def _fp16_refusal(optimizer: Any) -> ValueError:
-    """The error for float16 gradients, with the names of their parameters."""
+    """Return the error for float16 gradients, with the names of their parameters."""
     names = [
         name or place
         for name, place, param in places(optimizer)
@@ -214,12 +214,12 @@ def _meshes_of(tensors: Sequence[Tensor]) -> Iterable[Any]:
 
 
 def _groups_of(mesh: Any) -> tuple[Any, ...]:
-    """A process group for each dimension of several ranks."""
+    """Return a process group for each dimension of several ranks."""
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
 
 
 def _part_of(place: tuple[Any, Any] | None) -> tuple[tuple[Any, ...], bool]:
-    """The key in `Gradients.parts` of a DTensor's mesh and placements, or of a plain tensor."""
+    """Return the key in `Gradients.parts` of a DTensor's mesh and placements, or of a plain tensor."""
     if place is None:
         return (), True
     mesh, placements = place
@@ -233,7 +233,7 @@ def _part_of(place: tuple[Any, Any] | None) -> tuple[tuple[Any, ...], bool]:
 def _add_shards(gradients: Gradients, grads: list[Tensor]) -> bool:
     """Add DTensors and plain tensors; False, with nothing added, if one of them is not dense or is to be reduced.
 
-    Each mesh and placement is looked at once in a call. No longer: a group may be destroyed and made again.
+    Each mesh and placement is read once per call, and not cached longer: a group may be destroyed and made again.
     """
     tensors, where = local_tensors(grads), placements_of(grads)
     flat = None
@@ -291,7 +291,7 @@ def _add_gradient(gradients: Gradients, param: Tensor, grad: Tensor, coalesce: b
 
 
 def _writable(param: Tensor, grad: Tensor) -> Tensor:
-    """A dense gradient that can be written in place; replaces `param.grad` if that one cannot.
+    """Return a dense gradient that can be written in place; replaces `param.grad` if that one cannot.
 
     Expanded gradients have overlapping elements, and torch's operators for lists refuse lazily negated tensors.
     """
@@ -305,7 +305,7 @@ def _writable(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor]:
-    """A DTensor gradient without pending reductions, and its local part."""
+    """Return a DTensor gradient without pending reductions, and its local part."""
     if any(placement.is_partial() for placement in grad.placements):
         from torch.distributed.tensor import Replicate
 
@@ -338,7 +338,7 @@ def _check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, flags: Mapp
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; itself if it is there.
+    """Return the tensor on `device`; itself if it is there.
 
     Only a copy to the CPU synchronizes: a `non_blocking` one would return before its values have arrived (torch copies
     into pinned memory). Streams order all other copies.
@@ -349,26 +349,26 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def host_value_or_none(value: Tensor) -> float | None:
-    """The number in a one-element tensor if the host can read it without waiting for a device, else None."""
+    """Return the number in a one-element tensor if the host can read it without waiting for a device, or None."""
     return value.numpy().item() if value.is_cpu and type(value) is Tensor else None  # a FakeTensor holds no number
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor; any other tensor itself."""
     if type(tensor) in ORDINARY or not is_dtensor(tensor):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
 
 
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One 0-d flag on `device`, 0.0 or 1.0, set if any of `flags` is nonzero or NaN; a single flag stays itself."""
+    """Return one 0-d flag on `device`, 0.0 or 1.0, set if any of `flags` is nonzero or NaN; a single flag itself."""
     if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
         return flags[0]
     return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
 
 
 def merged(first: dict[torch.device, Tensor], second: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-    """The flags of two checks, by device, set if either is."""
+    """Return the flags of two checks, by device, set if either is."""
     both = {device: torch.maximum(first[device], flag) for device, flag in second.items() if device in first}
     return {**first, **second, **both}
 
@@ -382,7 +382,7 @@ def note_written(tensors: Sequence[Tensor]) -> None:
 
 
 def masters_of(optimizer: Any) -> Any:
-    """The float32 `MasterWeights` of an optimizer; None if it has none."""
+    """Return the float32 `MasterWeights` of an optimizer; None if it has none."""
     return getattr(optimizer, _MASTERS, None)
 
 

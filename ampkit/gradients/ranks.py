@@ -25,7 +25,7 @@ def several() -> bool:
 class Agreement:
     """The ranks that skip together, and the collectives in which they agree on flags and take norms.
 
-    There is one all-reduce for each dimension of the meshes, and one for a process group beside them. Norms and flags
+    There is one all-reduce for each dimension of the meshes, and one for an additional process group. Norms and flags
     share a message. Which collectives a rank issues, and how long their messages are, depends on the meshes of its
     parameters and on settings of its scaler: not on its gradients, of which it may have none, nor on their values.
 
@@ -34,7 +34,7 @@ class Agreement:
         group: a process group whose ranks skip together besides; None: there is none.
 
     Attributes:
-        groups: the groups over which flags are reduced, one after the other; empty for a rank that skips alone.
+        groups: the groups over which flags are reduced, one after the other; empty for a rank that decides for itself.
     """
 
     def __init__(self, meshes: Iterable[Groups], group: Any = None) -> None:
@@ -44,7 +44,7 @@ class Agreement:
         self.groups = self._dimensions if self._own is None else [*self._dimensions, self._own]
 
     def agree(self, found_inf: dict[torch.device, Tensor], device: torch.device) -> None:
-        """Set every flag to the maximum over all ranks, in place. Synchronizes by the collectives alone.
+        """Set every flag to the maximum over all ranks, in place. Synchronizes only by collectives.
 
         Args:
             found_inf: flags by device; a rank without gradients takes part with a clear flag on `device`.
@@ -99,7 +99,7 @@ class Agreement:
 
 
 ALONE = Agreement(())
-"""A rank that skips alone."""
+"""A rank that decides for itself whether to skip a step."""
 
 
 def _spans_all(groups: Groups) -> bool:
@@ -108,7 +108,7 @@ def _spans_all(groups: Groups) -> bool:
 
 
 def _joined_flag(found_inf: dict[torch.device, Tensor], device: torch.device) -> Tensor:
-    """The flags of all devices as one of 0.0 or 1.0 on `device`; without flags a clear one, which is added to them."""
+    """Return the flags of all devices as one flag of 0.0 or 1.0 on `device`; without flags add a clear one."""
     if not found_inf:
         found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
     return combined(list(found_inf.values()), device).ne(0).float()
@@ -120,7 +120,7 @@ def _set(found_inf: Mapping[torch.device, Tensor], flag: Tensor) -> None:
 
 
 def _reduced(numbers: Sequence[Tensor], norm_type: float, group: Any) -> Tensor:
-    """A message of flags and powers of norms, added up over a group, or for the largest magnitude the maximum."""
+    """Return a message of flags and powers of norms, summed over a group; the maximum for the infinity norm."""
     message = torch.stack(list(numbers))
     if norm_type == math.inf:  # NaN may get lost in a maximum
         message = message.nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -129,23 +129,24 @@ def _reduced(numbers: Sequence[Tensor], norm_type: float, group: Any) -> Tensor:
 
 
 def _joined(values: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The power of a vector's norm from those of its parts."""
+    """Return the power of a vector's norm from the powers of its parts."""
     together = torch.stack(list(values))
     return together.max() if norm_type == math.inf else together.sum()
 
 
 def _power(norm: Tensor, norm_type: float) -> Tensor:
-    """What adds up over the parts of a vector, in float64: squares of float32 norms may overflow float32."""
+    """Return a norm's power, which sums over the parts of a vector, in float64: squares may overflow float32."""
     return norm.double() if norm_type in (0.0, math.inf) else norm.double() ** norm_type
 
 
 def _root(power: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_power`, in `dtype`."""
+    """Return the inverse of `_power`, in `dtype`."""
     return (power if norm_type in (0.0, math.inf) else power ** (1.0 / norm_type)).to(dtype)
 
 
 def differing(values: dict[str, float], device: torch.device, group: Any) -> dict[str, tuple[float, float]]:
-    """The lowest and the highest value of each number that differs between the ranks of a group (None: all ranks).
+    """Return the lowest and the highest value of each number that differs between the ranks of a group (None: all
+    ranks).
 
     Synchronizes: one all-reduce and one read.
     """

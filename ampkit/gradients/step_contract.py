@@ -1,9 +1,9 @@
 """The contract of `step` between a scaler and optimizers that unscale and skip on the device.
 
-It is torch's, for optimizers with `_step_supports_amp_scaling` (those with `fused=True`): the scaler sets the 0-d
+It is torch's, for optimizers with `_step_supports_amp_scaling` (with `fused=True`): the scaler sets the 0-d
 tensors `optimizer.grad_scale` and `optimizer.found_inf`, calls `step`, and deletes both. ampkit.optim adds
 `_step_supports_grad_multiplier`, for optimizers with `max_grad_norm`: a scaler that has taken the norm sets
-`optimizer.grad_norm`, which stays, and `optimizer.grad_multiplier`, the factor that unscales and clips.
+`optimizer.grad_norm`, which remains, and `optimizer.grad_multiplier`, the factor that unscales and clips.
 The scaler's side is `max_grad_norm` and `run`, the optimizer's `StepScalars.of`.
 """
 
@@ -37,7 +37,7 @@ class StepScalars(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Any) -> StepScalars:
-        """The scalars that a scaler has set on the optimizer."""
+        """Return the scalars that a scaler has set on the optimizer."""
         return cls(
             getattr(optimizer, "found_inf", None),
             getattr(optimizer, "grad_scale", None),
@@ -45,7 +45,7 @@ class StepScalars(NamedTuple):
         )
 
     def on(self, device: torch.device) -> StepScalars:
-        """The scalars on `device`; synchronizes only to copy them from a device to the CPU."""
+        """Return the scalars on `device`; synchronizes only to copy them from a device to the CPU."""
         if self.found_inf is self.grad_scale is self.grad_multiplier is None:
             return self
         return StepScalars(*[None if scalar is None else moved(scalar, device) for scalar in self])
@@ -59,7 +59,7 @@ class StepScalars(NamedTuple):
         return None if self.grad_scale is None else self.grad_scale.double().reciprocal().float()
 
     def factor_on_host(self) -> float:
-        """The factor for CPU gradients; the scalars are on the CPU. A FakeTensor counts as 1."""
+        """Return the factor for CPU gradients; the scalars are on the CPU. A FakeTensor counts as 1."""
         factor = 1.0
         for scalar in (self.grad_multiplier, self.inverse_scale()):
             value = None if scalar is None else host_value_or_none(scalar)
@@ -78,7 +78,7 @@ def max_grad_norm(optimizer: Any) -> float | None:
 
 
 def mark_step_called(optimizer: Any) -> None:
-    """Tell torch's learning rate schedulers that `step` was called, though it was skipped; else they would warn."""
+    """Tell torch's learning rate schedulers that `step` was called, though it was skipped. Otherwise they warn."""
     if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
         optimizer._opt_called = True
 

@@ -25,7 +25,7 @@ __all__ = ["HalfModule", "HalfReport", "check_half"]
 
 
 class HalfModule(NamedTuple):
-    """The outputs of one module in half precision compared with those in float32.
+    """The outputs of one module in half precision compared with the float32 outputs.
 
     Attributes:
         path: the module's path in the model.
@@ -53,7 +53,8 @@ class HalfReport:
         unfit: names of parameters that `dtype` cannot hold; the modules that own them ran in float32.
         rounded: names of converted buffers whose values `dtype` changes, masks excepted.
         too_large: paths of modules whose outputs `dtype` cannot hold.
-        keep: paths to add to `keep_fp32`: the owners of `unfit`, the modules around those of `too_large`, and modules
+        keep: paths to add to `keep_fp32`: the owners of `unfit`, the modules around the ones in `too_large`, and
+        modules
             that overflow on finite inputs. An overflow hides those after it: check again with `keep` added.
         largest_input: the largest finite magnitude in the sample; if `dtype` cannot hold it, no `keep` helps.
     """
@@ -197,7 +198,7 @@ def _largest(tensors: list[Tensor]) -> float:
 def _compared(outputs: list[Tensor], expected: list[Tensor]) -> tuple[float, int]:
     """Return the relative L2 error, inf if not finite, and the number of elements that are not finite.
 
-    Elements that are not finite in float32 are left out.
+    Elements that are not finite in float32 are omitted.
     """
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(outputs, expected, strict=False)]
     pairs = [(a[b.isfinite()], b[b.isfinite()]) for a, b in pairs if a.shape == b.shape]

@@ -1,9 +1,9 @@
 """half: convert a model to float16 or bfloat16 that takes the same float32 inputs as before.
 
 After `module.half()` the caller has to cast every input, batch norms lose the range of their statistics, rotary
-frequencies lose their digits, and a mask of -1e9 becomes -inf. Here the model casts its inputs, chosen modules stay in
-float32 with casts around them, buffers stay in float32 if 16 bits would change them, and parameters that do not fit are
-found before anything changes.
+frequencies lose their digits, and a mask of -1e9 becomes -inf. Here the model casts its inputs, chosen modules remain
+in float32 with casts around them, buffers remain in float32 if 16 bits would change them, and parameters that do not
+fit are found before anything changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NORMS: tuple[type[Module], ...] = (
     nn.RMSNorm,
     nn.LocalResponseNorm,
 )
-"""All normalization modules of torch. Inputs are cast up, except those of batch norms, and outputs are cast back."""
+"""All normalization modules of torch. Inputs are cast up, except for batch norms, and outputs are cast back."""
 
 _MASKED = -1e4  # a mask adds a value of at least this size to scores, so that its rounding does not matter
 
@@ -66,7 +66,8 @@ def half(
     Args:
         model: a float32 model, which is copied. Parameters too large for `dtype` are an error.
         dtype: torch.float16 or torch.bfloat16, or its name.
-        keep_fp32: modules that stay in float32, with inputs cast up and outputs cast back: module classes, modules, or
+        keep_fp32: modules that remain in float32, with inputs cast up and outputs cast back: module classes, modules,
+        or
             path patterns of `Policy.for_modules` ("blocks.*.norm"); a ModuleList or ModuleDict stands for the modules
             in it. `ampkit.half_precision.half.NORMS` has all normalization classes.
         cast_outputs: a dtype, or its name, for floating-point outputs; None leaves them in `dtype`.
@@ -75,16 +76,16 @@ def half(
             "all": all of them. "none": none. Statistics of a norm always follow its weights. Elements too large for
             `dtype` become its largest finite value.
         in_place: convert `model` itself rather than a copy.
-        in_region: run forward in an `ampkit.autocast` region of `dtype`, which casts float32 tensors that meet 16-bit
-            weights, and computes softmax and losses in float32.
+        in_region: run forward in an `ampkit.autocast` region of `dtype`, which casts float32 inputs of operators with
+            16-bit weights, and computes softmax and losses in float32.
 
     Returns:
         The converted model. With `in_place` it is `model`, with the same parameter objects.
 
     Raises:
         TypeError: `model` is not a module, or a `keep_fp32` entry is of another type.
-        ValueError: another dtype or `buffers`; a pattern that names no module; a parameter that does not fit `dtype`,
-            or is tied between a kept module and another.
+        ValueError: another dtype or `buffers`, a pattern that names no module, or a parameter that does not fit `dtype`
+            or is tied between a float32 module and another.
         RuntimeError: the model is converted already, a module is scripted, or the forward of a converted or kept
             module was replaced on the instance. Nothing has been changed when it raises.
 
@@ -120,7 +121,7 @@ class HalfPlan:
     """The modules of a model to convert and to keep in float32, decided before any is changed.
 
     Attributes:
-        kept: each module in float32, with its path; `outermost` are those of them that get casts.
+        kept: each module in float32, with its path; `outermost` are the ones that get casts.
         unfit: parameters to convert that `dtype` cannot hold, by name, each with its largest magnitude.
         unchanged: buffers of converted modules that are not converted, by name.
         rounded: names of buffers to convert whose values `dtype` changes, masks excepted.
@@ -245,7 +246,7 @@ def _matches(key: Any, module: Any, path: str) -> bool:
 
 
 def _holds(dtype: torch.dtype, buffer: Tensor) -> bool:
-    """Return whether `dtype` holds every value of a buffer exactly, but for one large negative value, as in a mask."""
+    """Return whether `dtype` holds a buffer's values exactly, except for one large negative value, as in a mask."""
     values = local_tensors([buffer])[0].detach()
     if values.is_meta:
         return False

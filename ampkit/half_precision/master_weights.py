@@ -42,7 +42,7 @@ class MasterWeights:
 
     Afterwards `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
     `step` moves the gradients to the masters, updates the masters, rounds them into the model and drops their
-    gradients. `optimizer.zero_grad()` clears the gradients of masters and model. float32 parameters stay as they are.
+    gradients. `optimizer.zero_grad()` clears the gradients of masters and model. float32 parameters are unchanged.
     16-bit parameters that join later, by `add_param_group` or `requires_grad_(True)`, get masters in the next step;
     frozen ones get none. A sparse gradient becomes dense. `step` with a closure raises `RuntimeError`.
 
@@ -111,7 +111,7 @@ class MasterWeights:
         """Move the gradients of 16-bit parameters to their masters, in float32, times `inv_scale`.
 
         They are added to gradients that masters hold, and the 16-bit parameters' gradients are set to None, so that
-        several backwards add up in float32. Parameters without a gradient are left alone.
+        several backwards add up in float32. Parameters without a gradient are unchanged.
 
         Args:
             inv_scale: the factor, a float32 tensor of one element; None means 1.
@@ -172,7 +172,7 @@ class MasterWeights:
             state_dict: {"masters": tensors}, one for each master in the order of the parameter groups, of any dtype.
 
         Raises:
-            KeyError: there is no "masters" in it.
+            KeyError: it has no "masters".
             TypeError: "masters" is not a list of tensors.
             ValueError: another number of masters, or another shape. Nothing has been loaded when it raises.
         """

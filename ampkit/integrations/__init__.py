@@ -1,8 +1,10 @@
 """ampkit in the training loops of other libraries: a module per library, which imports that library when it is used.
 
-`accelerate` and `transformers` set up an `Accelerator` and a `Trainer`; `lightning` and `fabric` have precision
-plugins; `timm` has a scaler; `checkpoint` has a planner for torch.distributed.checkpoint; `keep_in_fp32` has rules for
-the modules that a transformers model names.
+- `accelerate` and `transformers` set up an `Accelerator` and a `Trainer`;
+- `lightning` and `fabric` have precision plugins;
+- `timm` has a scaler;
+- `checkpoint` has a planner for torch.distributed.checkpoint;
+- `keep_in_fp32` has rules for the modules that a transformers model names.
 """
 
 import importlib

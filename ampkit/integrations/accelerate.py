@@ -1,4 +1,4 @@
-"""Accelerate: `use_ampkit(accelerator)`, before `prepare`; the training loop stays unchanged."""
+"""Accelerate: `use_ampkit(accelerator)`, before `prepare`; the training loop is unchanged."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def use_ampkit(
 
     Its `AutocastKwargs` and `GradScalerKwargs` apply. `mixed_precision="fp16"` also trains on a CPU, where Accelerate
     itself does not; with "no", for a float32 baseline, the accelerator is unchanged. `optimizer_step_was_skipped` also
-    sees steps that fused optimizers and `ampkit.optim` skip on the device; reading it then synchronizes. Modules that a
-    model declares to be kept in float32 are kept (`keep_in_fp32`), except under FSDP and torch's own policy.
+    counts steps that fused optimizers and `ampkit.optim` skip on the device; reading it then synchronizes. Modules that
+    a model declares to be kept in float32 are kept (`keep_in_fp32`), except under FSDP and torch's own policy.
 
     Args:
         accelerator: an accelerator that has prepared nothing yet.
@@ -132,13 +132,13 @@ class _Methods(Accelerator):
             region = self._region(self._keeping(self._ampkit_policy, model), self.autocast_handler)
             self._ampkit_autocast_policy = self._keeping(self._ampkit_autocast_policy, model)
             forward = model.forward
-            # If it was a method, it stays one: Accelerate's unwrapping takes the function of the method and binds it.
+            # If it was a method, it remains one: Accelerate's unwrapping takes the function of the method and binds it.
             method = getattr(forward, "__func__", None)
             model.forward = region(forward) if method is None else MethodType(region(method), model)
         return super().prepare_model(model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients before they are clipped, in bfloat16 with a scaler too, unlike Accelerate."""
+        """Unscale gradients before they are clipped. Unlike Accelerate, do so with any scaler, for bfloat16 as well."""
         if self.scaler is None:
             return
         optimizers = self._optimizers if optimizer is None else optimizer

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: `LoadPlanner`, for checkpoints that lack state which ampkit alone saves."""
+"""torch.distributed.checkpoint: `LoadPlanner`, for checkpoints that lack state which only ampkit saves."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _OF_WEIGHTS = ("remainder", "stream")  # entries of an optimizer's state that no
 class LoadPlanner(DefaultLoadPlanner):
     """torch's `DefaultLoadPlanner`, which also loads checkpoints of torch's scaler and optimizers into ampkit's.
 
-    `dcp.load` loads what `state_dict()` returns before the load, and raises if the checkpoint lacks an entry. Three
-    kinds of entries may be absent with this planner, if the checkpoint has none of that kind for that object:
+    `dcp.load` loads the entries that `state_dict()` returns before the load, and raises if the checkpoint lacks an
+    entry. Three kinds of entries may be absent with this planner, if the checkpoint has none of that kind for that
+    object:
 
     - ampkit's entry of a scaler, in a checkpoint of `torch.amp.GradScaler`: the counts of `stats` start at 0;
     - remainders, in a checkpoint of an optimizer without `masters`: set to 0, masters begin as the weights;
-    - streams of random numbers, in one of an optimizer without stochastic rounding: they stay as they are.
+    - streams of random numbers, in one of an optimizer without stochastic rounding: they are unchanged.
 
-    A scaler's strategy may be of another kind, as in a float16 run that goes on in bfloat16: the scaler keeps its own,
-    with a warning, as `GradScaler.load_state_dict` does.
+    A scaler's strategy may be of another kind, as in a float16 run that continues in bfloat16: the scaler keeps its
+    own, with a warning, as `GradScaler.load_state_dict` does.
 
     Anything else that is absent raises, as without this planner; `allow_partial_load=True` would keep new weights
     without saying so.

@@ -39,6 +39,6 @@ class MixedPrecision(PrecisionPlugin, FabricMixedPrecision):
         return self.region()
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscale gradients before they are clipped, also those of fused optimizers."""
+        """Unscale gradients before they are clipped, for fused optimizers as well."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)

@@ -1,8 +1,8 @@
 """Float32 rules for the modules that a transformers model names in `_keep_in_fp32_modules`.
 
-transformers searches for these patterns in the names of parameters when it loads a model in 16 bits. Under autocast
-parameters stay float32, and operators must not compute in 16 bits, so here a pattern selects modules: those in which it
-matches every parameter and buffer. `sinks`, one of an attention layer's parameters, selects none.
+transformers searches for these patterns in the names of parameters when it loads a 16-bit model. Under autocast
+parameters are float32, and the operators must compute in float32, so here a pattern selects modules: the ones in which
+it matches every parameter and buffer. `sinks`, one of an attention layer's parameters, selects none.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)
 def keep_in_fp32(policy: Policy, model: Module, dtype: torch.dtype | str) -> Policy:
     """Add float32 rules to a policy for the modules that a transformers model names, in regions of `dtype`.
 
-    `_keep_in_fp32_modules` of the model, or of models in it, applies in float16, `_keep_in_fp32_modules_strict` in
-    bfloat16 too. As in transformers these are regular expressions, searched for in the names of parameters (without
-    PEFT's parts). A module becomes float32 if they match every parameter and buffer in it, the policy has no rule for
-    it, and its weights are not of 16 bits. `print(policy.check())` shows these modules.
+    `_keep_in_fp32_modules` of the model, or of models in it, applies in float16, `_keep_in_fp32_modules_strict`
+    in both 16-bit dtypes. As in transformers these are regular expressions, searched for in the names of parameters
+    (without PEFT's parts). A module becomes float32 if they match every parameter and buffer in it, the policy has no
+    rule for it, and it has no 16-bit weights. `print(policy.check())` shows these modules.
 
     Args:
         policy: the policy of the regions.

@@ -26,8 +26,8 @@ class MixedPrecision(PrecisionPlugin, LightningMixedPrecision):
     """Lightning's plugin of this name with ampkit's regions and scaler.
 
     Hooks and clipping see unscaled gradients with every optimizer, so that `gradient_clip_val` works with `fused=True`
-    and `ampkit.optim`, also in manual optimization. Name and state are those of Lightning's own plugin: either loads
-    the other's checkpoints.
+    and `ampkit.optim`, in manual optimization as well. Name and state equal Lightning's own plugin: either
+    loads the other's checkpoints.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
@@ -71,7 +71,7 @@ class MixedPrecision(PrecisionPlugin, LightningMixedPrecision):
         if self.scaler is None or isinstance(optimizer, lbfgs):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:  # no loss: gradients of earlier batches stay scaled
+        if result is None and model.automatic_optimization:  # no loss: gradients of earlier batches remain scaled
             return None
         # Manual optimization may have clipped, which unscales.
         self.scaler.unscale_(optimizer, allow_repeat=not model.automatic_optimization)
@@ -86,7 +86,7 @@ class MixedPrecision(PrecisionPlugin, LightningMixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled gradients, also of fused optimizers, which Lightning's plugin refuses."""
+        """Clip unscaled gradients, for fused optimizers as well, which Lightning's plugin refuses."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
@@ -109,8 +109,8 @@ class MixedPrecision(PrecisionPlugin, LightningMixedPrecision):
 class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
     """Lightning's plugin of this name, for `FSDPStrategy(precision_plugin=...)`, with ampkit's regions and scaler.
 
-    Ranks skip together, also with fused optimizers. Gradients can be clipped by value; Lightning does not clip by norm
-    under this strategy.
+    Ranks skip together, with fused optimizers as well. Gradients can be clipped by value; Lightning does not clip by
+    norm under this strategy.
 
     Args:
         precision, scaler, policy: as of `MixedPrecision`.

@@ -48,7 +48,7 @@ def use_ampkit(
         raise TypeError(f"use_ampkit takes a transformers.Trainer; got {type(trainer).__name__}")
     accelerate.use_ampkit(trainer.accelerator, policy=policy, scaler=scaler)
     if isinstance(trainer.accelerator.scaler, GradScaler):
-        trainer.callback_handler.callbacks.insert(0, _LogScale(trainer.accelerator))  # before those that report logs
+        trainer.callback_handler.callbacks.insert(0, _LogScale(trainer.accelerator))  # before callbacks that report
     return trainer
 
 

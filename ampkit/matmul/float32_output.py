@@ -39,7 +39,7 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
     """Run `op` on arguments that LOWER has cast, with a float32 result.
 
     Calls other than a product of two matrices, or of two batches of matrices, run the operator on float32 copies of the
-    rounded operands, also in backward: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`,
+    rounded operands, in backward as well: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`,
     `torch.jit.trace`. So do shapes that do not fit, for which the operator raises.
     """
     tensors = list(casting.tensors((*args, *kwargs.values())))

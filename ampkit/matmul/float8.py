@@ -46,7 +46,7 @@ def prepare(
 
 
 def why_not(op: OpOverload, args: tuple[Any, ...], kwargs: Any, device_type: str) -> str:
-    """The reason for which a call of an operator with an FP8 rule follows LOWER instead; "" if it runs in FP8."""
+    """Return the reason for which a call with an FP8 rule follows LOWER instead; "" if it runs in FP8."""
     at = PRODUCTS[op.name()]
     x, weight = args[at.x], args[at.weight]
     if kwargs or len(args) > 3:
@@ -80,7 +80,7 @@ class WeightForm(NamedTuple):
     source_dtypes = DTYPES
 
     def convert(self, weight: Tensor) -> Quantized:
-        """The weight in FP8."""
+        """Return the weight in FP8."""
         if self.transposed:
             return _quantize(weight, None, self.scaling)[1]
         return _quantize(weight, self.scaling, None)[0]
@@ -146,11 +146,11 @@ class Product:
         return out, tuple(forms["columns"])
 
     def _cast(self, weight: Tensor) -> Tensor:
-        """The weight in the region's dtype, from the cache if there is one."""
+        """Return the weight in the region's dtype, from the cache if there is one."""
         return cast_to(self.device_type, self.dtype).argument(weight, self.cache)
 
     def _input_forms(self, x: Tensor, *, transposed: bool) -> dict[str, Any]:
-        """The FP8 forms of an input: those that this product needs, and perhaps others, made before."""
+        """Return the FP8 forms of an input: the ones that this product needs, and perhaps others, made before."""
         recipe, forms = self.recipe, self._shared_forms(x)
         flat = x.reshape(-1, x.shape[-1])
         rows = None if "rows" in forms else recipe.x
@@ -163,7 +163,8 @@ class Product:
         return forms
 
     def _shared_forms(self, x: Tensor) -> dict[str, Any]:
-        """The dict of an input's FP8 forms that the products of this region share and add to; else an empty dict.
+        """Return the dict of an input's FP8 forms that the products of this region share and add to; otherwise an empty
+        dict.
 
         Only activations with a history have one: buffers that graphs, collectives and other libraries write do not.
         """
@@ -184,7 +185,7 @@ class Product:
         return last.forms
 
     def weight_form(self, weight: Tensor, scaling: Scaling, transposed: bool, *, backward: bool = False) -> Quantized:
-        """The weight or its transpose in FP8, from the cache; in backward, which may run in a later region, anew."""
+        """Return the weight or its transpose in FP8, from the cache; convert again in backward (a later region)."""
         form = WeightForm(scaling, transposed, self.device_type)
         if self.cache is None or backward:
             return form.convert(weight)

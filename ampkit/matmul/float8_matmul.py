@@ -45,7 +45,7 @@ def _has_public(a: Tensor) -> bool:
 
 
 def _wide_product(a: Tensor, b: Tensor, scale_a: Any, *rest: Any, **options: Any) -> Tensor:
-    """The result of torch's operators, in the dtype of `a`. `aten::_scaled_mm_v2` has scales in lists, further on."""
+    """Return the result of torch's operators, in the dtype of `a`. `aten::_scaled_mm_v2` takes lists of scales."""
     if isinstance(scale_a, list | tuple):
         scale_a, scale_b = scale_a[0], rest[2][0]
     else:
@@ -79,5 +79,5 @@ def _lacks_float8(index: int) -> str:
 
 
 def is_eager(tensor: Tensor) -> bool:
-    """Whether operators compute with this tensor at once: it is plain, and nothing traces or fakes operators."""
+    """Return whether operators on this tensor run eagerly: it is plain, and nothing traces or fakes operators."""
     return type(tensor) in (Tensor, Parameter) and not is_traced()

@@ -34,7 +34,7 @@ class RecordedCall(NamedTuple):
     rule: Rule
     layer: str  # the layer of the policy that set the rule: "torch", "default", "with_rules[0]"
     why: str  # the reason for the rule
-    module: str  # path from the outermost module; its class if it is that one; "" outside any
+    module: str  # path from the outermost module (for that one its class); "" outside any
     line: str  # the call site in the user's code: "model.py:67"
     operands: tuple[torch.dtype, ...]  # dtypes of the tensors in the arguments, lists included
     computed_in: tuple[torch.dtype, ...]  # their dtypes after the casts, or the `dtype` argument of the operator
@@ -57,7 +57,7 @@ class MisalignedProduct(NamedTuple):
     calls: int  # with these sizes
 
     def cells(self) -> tuple[str, ...]:
-        """The cells of this product's row in the table."""
+        """Return the cells of this product's row in the table."""
         sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
         change = ", ".join(f"{name} {self.sizes[name]} -> {size}" for name, size in self.padded.items())
         return str(self.calls), self.op, self.module, self.line, _names([self.dtype]), sizes, change
@@ -77,8 +77,8 @@ class CastRecord:
     """Result of `record_casts`; prints as a table, calls that cast the most bytes first.
 
     `calls` has a `RecordedCall` for each call of an operator with a rule, in order. `compiled` is True if compiled code
-    may have run operators that were not recorded: `torch.compile` traced a region meanwhile, or nothing was recorded in
-    a process that has compiled something.
+    may have run operators that were not recorded: `torch.compile` traced a region in between, or nothing was recorded
+    in a process that has compiled something.
     """
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class CastRecord:
     def misaligned(self, multiple: int = 8) -> MisalignedProducts:
         """Return the matrix products and convolutions with sizes that tensor cores must pad. Never synchronizes.
 
-        Tensor cores read 16 bytes at once: 8 elements of float16 or bfloat16, 16 of FP8 or int8. If a size is not a
+        Tensor cores read 16 bytes per access: 8 elements of float16 or bfloat16, 16 of FP8 or int8. If a size is not a
         multiple of that, a kernel pads it or computes without tensor cores. NVIDIA's "Train With Mixed Precision"
-        (tensor core shape constraints) asks for multiples of 8 in batches, widths of layers, channels, vocabularies
+        (tensor core shape constraints) recommends multiples of 8 in batches, widths of layers, channels, vocabularies
         and sequences; its "Matrix Multiplication Background" for 128 bytes on an A100, which is `misaligned(64)`.
 
         The record checks all three sizes of `linear` and `matmul` and its variants, the channels of one group of
@@ -192,7 +192,7 @@ class CastRecord:
 
 
 def _sizes(op: str, shapes: Sequence[Shape]) -> dict[str, int]:
-    """The sizes of the product that an operator computes from tensors of these shapes; {} if that is not known."""
+    """Return the sizes of the product that an operator computes from tensors of these shapes; {} if unknown."""
     name = op.removeprefix("aten::").partition(".")[0]
     if name in _SUM_FIRST:
         shapes = shapes[1:]
@@ -215,7 +215,7 @@ def _sizes(op: str, shapes: Sequence[Shape]) -> dict[str, int]:
 
 
 def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:
-    """The cells of the row for a group of `_row_groups`."""
+    """Return the cells of the row for a group of `_row_groups`."""
     first = calls[0]
     casts, cached, nbytes = (sum(getattr(call, name) for call in calls) for name in ("casts", "cached", "nbytes"))
     return (
@@ -232,7 +232,7 @@ def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:
 
 
 def _row_groups(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
-    """Calls grouped by row of the table: paths of modules may differ in numbers, such as `blocks.0` and `blocks.1`."""
+    """Group calls by row of the table: paths of modules may differ in numbers, such as `blocks.0` and `blocks.1`."""
     groups = _grouped(
         calls,
         lambda call: (call.op, call.rule, call.layer, starred(call.module), call.operands, call.computed_in),
@@ -254,7 +254,7 @@ def _path(paths: Sequence[str]) -> str:
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
-    """The names of dtypes, repeated ones counted: `float32 x2, bfloat16`."""
+    """Return the names of dtypes, repeated ones counted: `float32 x2, bfloat16`."""
     runs = [(dtype_name(dtype), len(list(run))) for dtype, run in groupby(dtypes)]
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 

@@ -33,7 +33,7 @@ class Float8Loss(NamedTuple):
     snr: float  # in decibels, 10 log10 of sum(x^2) / sum(error^2): of the median row or column, whichever is lower
 
     def cells(self) -> tuple[str, ...]:
-        """The cells of a row of the table."""
+        """Return the cells of a row of the table."""
         shape = " x ".join(map(str, self.shape))
         to_zero, at_end = (f"{100 * share:.2f}%" for share in (self.to_zero, self.at_end))
         numbers = (to_zero, f"{self.snr:.1f}", at_end, f"{self.amax:.3g}")
@@ -60,7 +60,7 @@ class Float8Notes:
     def note(
         self, module: str, gemm: str, operand: str, tensor: Tensor, form: Quantized, scaling: Scaling, transposed: bool
     ) -> None:
-        """Add one operand; never synchronizes. Traced, fake and distributed tensors are left out."""
+        """Add one operand; never synchronizes. Traced, fake and distributed tensors are omitted."""
         if not is_eager(tensor):
             return
         with torch.no_grad():
@@ -77,7 +77,7 @@ class Float8Notes:
             self._sums[key] = n + exact.numel(), amax, sums
 
     def losses(self) -> Float8Losses:
-        """The losses so far. Reads them from the device, which synchronizes."""
+        """Return the losses so far. Reads them from the device, which synchronizes."""
         rows = []
         for key, (n, amax, sums) in self._sums.items():
             (to_zero, at_end), *squares = (each.tolist() for each in sums)
@@ -87,6 +87,6 @@ class Float8Notes:
 
 
 def _median_ratio(signals: list[float], noises: list[float]) -> float:
-    """The ratio in decibels of the median row or column, without those that are 0; inf without noise."""
+    """Return the ratio in decibels of the median row or column, without the ones that are 0; inf without noise."""
     ratios = [10 * math.log10(x / e) if e else math.inf for x, e in zip(signals, noises, strict=True) if x]
     return statistics.median_low(ratios) if ratios else math.inf

@@ -32,9 +32,9 @@ __all__ = ["record_casts"]
 
 
 class record_casts(contextlib.ContextDecorator):
-    """Record what every region entered inside casts, in all threads: in forward, recomputation and backward.
+    """Record the casts of every region that is entered inside, in all threads: in forward, recomputation and backward.
 
-    The record shows why an operator was cast, and what casting costs in a step::
+    The record shows why an operator was cast, and the cost of casts in a step::
 
         with record_casts() as record:
             with autocast("cuda"):
@@ -43,8 +43,8 @@ class record_casts(contextlib.ContextDecorator):
         print(record)
 
     Operators without a rule do not appear, because a region does not see them; nor do regions that were open before.
-    Code under `torch.compile` is left out, unless its backend runs operators one by one ("eager"): record the function
-    before it is compiled. FakeTensors are recorded like others, also for a GPU that the machine does not have. Inside
+    Code under `torch.compile` is omitted, unless its backend runs operators one by one ("eager"): record the function
+    before it is compiled. FakeTensors are recorded like others, even for a GPU that the machine does not have. Inside
     another record, only the inner one records. Recording never synchronizes.
     """
 
@@ -129,7 +129,7 @@ def _explain(policy: Policy, op: OpOverload, changes: int) -> Explanation:
 
 
 def _call_site(frame: FrameType | None) -> tuple[str, str]:
-    """The path of the module that runs, and the line of user code that called the operator."""
+    """Return the path of the module that runs, and the line of user code that called the operator."""
     innermost = outermost = None  # frames of modules
     line = ""
     while frame is not None:
@@ -152,7 +152,7 @@ def _file_name(path: str) -> str:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, also of those that a sparse tensor does not store."""
+    """Return the bytes of a tensor's elements, including elements that a sparse tensor does not store."""
     return tensor.numel() * tensor.element_size()
 
 

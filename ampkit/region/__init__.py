@@ -8,5 +8,5 @@ There are four ways in:
 - a compiled graph: `compiled`.
 
 All of them call `stack.enter`, which reads the state that a region changes and then writes it; `stack.leave` writes
-what was read. `custom_function` has `custom_fwd` and `custom_bwd`.
+that state back. `custom_function` has `custom_fwd` and `custom_bwd`.
 """

@@ -26,7 +26,7 @@ class RegionSpec(NamedTuple):
     dtype: torch.dtype
     enabled: bool
     cache_enabled: bool
-    policy: Policy | None = None  # None: the enclosing region's, else the default
+    policy: Policy | None = None  # None: the enclosing region's, or the default
     device: str | None = None  # as the user wrote it: "cuda:0"
     of_module: bool = False  # entered by a rule of `Policy.for_modules`, around one module
 
@@ -35,7 +35,7 @@ class RegionSpec(NamedTuple):
         return f"autocast({self.device or self.device_type!r}, {self.dtype}, enabled={self.enabled}{more})"
 
     def text(self) -> str:
-        """The region as one constant, for graphs. Dynamo traces this."""
+        """Return the region as one constant, for graphs. Dynamo traces this."""
         policy_text = "" if self.policy is None else self.policy.text
         return region_text(
             self.device_type, self.enabled, self.dtype, self.cache_enabled, policy_text, of_module=self.of_module
@@ -43,7 +43,7 @@ class RegionSpec(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> RegionSpec:
-        """The region of a `text`. Its arguments were checked when the user made it."""
+        """Return the region of a `text`. Its arguments were checked when the user made it."""
         device_type, enabled, dtype, cache_enabled, of_module, policy = text.split("|", 5)
         return cls(
             device_type,
@@ -64,7 +64,7 @@ def region_text(
     *,
     of_module: bool = False,
 ) -> str:
-    """The text that `RegionSpec.from_text` reads; `policy_text` is a `Policy.text`, or "" for the policy around."""
+    """Return the text that `RegionSpec.from_text` reads; a `policy_text` of "" inherits the policy."""
     return f"{device_type}|{enabled}|{dtype}|{cache_enabled}|{of_module}|{policy_text}"
 
 
@@ -96,10 +96,10 @@ DEFAULT_POLICIES, TORCH_POLICIES = _PoliciesNamed("default"), _PoliciesNamed("to
 
 
 def autocast_device_type(device_type: Any) -> str:
-    """The device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses.
+    """Return the device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses.
 
-    None is the current accelerator, else CPU. Raises `ValueError` if `device_type` is not a string, `RuntimeError` if
-    the device has no autocast.
+    None is the current accelerator, or the CPU without one. Raises `ValueError` if `device_type` is not a string,
+    `RuntimeError` if the device has no autocast.
     """
     if device_type is None:
         device_type = current_device_type()
@@ -123,7 +123,7 @@ def autocast_device_type(device_type: Any) -> str:
 
 
 def _hint(device_type: Any) -> str:
-    """The end of an error message for a `device_type` that is a value for another argument: what to write instead."""
+    """Return advice for an error message about a `device_type` that belongs to another argument."""
     if isinstance(device_type, bool):
         return ". Pass enabled by keyword: autocast('cuda', enabled=False)"
     if isinstance(device_type, torch.dtype):
@@ -151,7 +151,7 @@ def checked_spec(
     *,
     of_module: bool = False,
 ) -> RegionSpec:
-    """The region that the arguments of `autocast` describe; for None the enclosing region's settings apply.
+    """Return the region that the arguments of `autocast` describe; for None the enclosing region's settings apply.
 
     If device or dtype are not available, the region is disabled, with a warning at the line of the caller's caller.
     """
@@ -175,7 +175,7 @@ def checked_spec(
 
 
 def _named_dtype(name: Any) -> torch.dtype:
-    """The dtype of this name. Raises `ValueError` for another name, `TypeError` for anything else."""
+    """Return the dtype of this name. Raises `ValueError` for another name, `TypeError` for anything else."""
     dtype = as_dtype(name)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -186,7 +186,7 @@ def _named_dtype(name: Any) -> torch.dtype:
 
 
 def named_policy(policy: Any, kind: str) -> Policy:
-    """The policy of this name for a device type; a `Policy` for it is returned unchanged.
+    """Return the policy of this name for a device type; a `Policy` for it is returned unchanged.
 
     Raises `ValueError` for another name, `TypeError` for anything else.
     """
@@ -259,7 +259,7 @@ def _check_bfloat16() -> None:
 
 
 def _supported_by_backend() -> Sequence[torch.dtype]:
-    """The dtypes that the autocast of the backend `privateuseone` supports."""
+    """Return the dtypes that the autocast of the backend `privateuseone` supports."""
     name = privateuse1_name()
     module = getattr(torch, name, None)
     if module is None or not hasattr(module, "get_amp_supported_dtype"):

@@ -27,35 +27,35 @@ R = TypeVar("R")
 
 
 class autocast:
-    """Region of automatic mixed precision, in place of `torch.autocast`.
+    """Region of automatic mixed precision, instead of `torch.autocast`.
 
     Use it as a context manager, or as a decorator of a function, method, generator or coroutine::
 
         with autocast("cuda"):
             loss = loss_fn(model(x), y)
 
-    Inside, the inputs of matrix products and convolutions are cast to `dtype`; softmax, norms and losses compute in
-    float32; operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does,
-    and why. A function decorated with `ampkit.amp.float_function` computes in float32 inside.
+    Inside, the inputs of matrix products and convolutions are cast to `dtype`. Softmax, norms and losses compute in
+    float32. Operators that need one dtype for all inputs get the widest. `Policy.explain` returns the rule of an
+    operator, and the reason for it. A function decorated with `ampkit.amp.float_function` computes in float32 inside.
 
     If the device or the dtype is not available, the region warns and is disabled, as in torch. Making, entering and
     leaving a region never synchronize with the device.
 
     Args:
-        device_type: a device type or a string like `"cuda:0"`; None: the current accelerator, else `"cpu"`.
-        dtype: the dtype, or its name, of operators in low precision; None: the enclosing region's, else float16 on
-            accelerators and bfloat16 on CPU.
+        device_type: a device type or a string like `"cuda:0"`; None: the current accelerator, or `"cpu"` without one.
+        dtype: the dtype, or its name, of operators in low precision; None: the enclosing region's. The
+            outermost region uses float16 on accelerators and bfloat16 on CPU.
         enabled: False makes a disabled region, in which nothing is cast.
-        cache_enabled: whether the cast of a weight is kept until the outermost region of the thread is left; None: as
-            in the enclosing region, else True. An outer `autocast(device_type, enabled=False)` around several regions
-            keeps their casts: around micro-batches, or the tokens of a generation loop.
+        cache_enabled: whether the cast of a weight is kept until the outermost region of the thread ends; None: as
+            in the enclosing region, or True without one. An outer `autocast(device_type, enabled=False)` around several
+            regions keeps their casts: around micro-batches, or the tokens of a generation loop.
         policy: a policy for the device type, "torch" or "default"; None: the enclosing region's policy for this device
-            type, else the default policy.
+            type, or the default policy.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, or a name is unknown.
-        RuntimeError: the device has no autocast or no bfloat16; on leaving, an inner region is still open. It is left
-            too.
+        RuntimeError: the device has no autocast or no bfloat16; on leaving, an inner region is still open. It ends as
+            well.
     """
 
     spec: RegionSpec
@@ -76,7 +76,7 @@ class autocast:
 
     @classmethod
     def _of(cls, spec: RegionSpec) -> autocast:
-        """The region of a checked spec, without checking it again."""
+        """Return the region of a checked spec, without checking it again."""
         region = cls.__new__(cls)
         region.spec = spec
         return region

@@ -51,7 +51,7 @@ def leave_region() -> None:
     """Leave the region that `enter_region` entered last. A graph calls this, and Dynamo as it traces.
 
     Raises `RuntimeError` in a strict export where `torch.autocast` was used inside: strict export records it without
-    running it, so the casts in the graph would be those of a region without it.
+    running it, so the graph would lack its casts.
     """
     leave_down_to(len(thread.regions) - 1)
     translator = tracer()

@@ -1,7 +1,7 @@
-"""`custom_fwd` and `custom_bwd`: the autocast state of a `torch.autograd.Function`'s forward, also in its backward.
+"""`custom_fwd` and `custom_bwd`: the autocast state of a `torch.autograd.Function`'s forward, restored in its backward.
 
 Backward may run in another thread, in another region or outside any. Unlike torch's decorators of these names, these
-restore the policy too.
+also restore the policy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def custom_fwd(
 
     Args:
         fwd: the function; None, as in `@custom_fwd(device_type="cuda")`: a decorator is returned.
-        device_type: a device type; None: the current accelerator, else the CPU.
+        device_type: a device type; None: the current accelerator, or the CPU without one.
         cast_inputs: None: the body runs in the autocast state of its caller. A dtype: in a region, floating-point
             tensor arguments on the device, float64 excepted, in any nesting of containers, are cast to it, and the body
             runs with autocast disabled; outside a region nothing changes.
@@ -96,7 +96,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
     Args:
         bwd: the function; None, as in `@custom_bwd(device_type="cuda")`: a decorator is returned.
-        device_type: a device type; None: the current accelerator, else the CPU.
+        device_type: a device type; None: the current accelerator, or the CPU without one.
 
     Returns:
         The decorated function.
@@ -133,12 +133,12 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 @called_while_tracing
 def _policy_text(kind: str) -> str:
-    """The `Policy.text` of the open region's policy for a device type."""
+    """Return the `Policy.text` of the open region's policy for a device type."""
     return _open_policy(kind).text
 
 
 def _open_policy(kind: str) -> Policy:
-    """The open region's policy for a device type; outside regions, and in `torch.autocast`, torch.amp's list."""
+    """Return the open region's policy for a device type; outside regions, and in `torch.autocast`, torch.amp's list."""
     mode = current_mode()
     return (None if mode is None else mode.policy_for(kind)) or TORCH_POLICIES[kind]
 

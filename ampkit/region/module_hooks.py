@@ -4,7 +4,7 @@
 hooks enter and leave them; in compiled code Dynamo traces hooks that put the same regions into the graph.
 
 torch calls the global hooks around every module of the process, so they are registered only while a thread has a region
-open whose policy has rules for modules. Hooks on the bound modules alone would be fewer calls, and wrong under
+open whose policy has rules for modules. Hooks only on the bound modules would be fewer calls, and wrong under
 `torch.compile`: Dynamo does not guard on a module's own hooks, so code compiled for a module without hooks would run
 for a bound module of the same class.
 """
@@ -44,9 +44,10 @@ _EAGER, _TRACED = HOOKS  # constant keys, since Dynamo guards on them
 
 
 def regions_for(module: Module) -> list[RegionSpec] | None:
-    """The regions in which a module's forward runs, by the rules of the open region's policies; None without a rule.
+    """Return the regions in which a module's forward runs, by the rules of the open region's policies; None without a
+    rule.
 
-    A disabled region is that of a float32 rule: the module's 16-bit inputs are cast to float32.
+    A disabled region belongs to a float32 rule: the module's 16-bit inputs are cast to float32.
     """
     mode = current_mode()
     if mode is None:
@@ -70,7 +71,7 @@ def _is_active(device_type: str) -> bool:
 
 
 def _region(policy: Policy, precision: Any) -> RegionSpec:
-    """The region that a rule asks for: another policy, float32 without autocast, or a dtype under the same policy."""
+    """Return the region of a rule: another policy, float32 without autocast, or a dtype under the same policy."""
     device_type = policy.device_type
     if isinstance(precision, Policy):
         return checked_spec(device_type, policy=policy.inside(precision), of_module=True)
@@ -110,7 +111,7 @@ _running = _Running()
 
 
 def follow_rules(region: OpenRegion) -> None:
-    """Add the hooks for modules until a region is left that has just been entered, if its policy has rules for some."""
+    """Add the hooks for modules until the region that was just entered ends, if its policy has rules for modules."""
     if region.reached and region.spec.device_type in region.state.mode.with_module_rules:
         call_at_end(functools.partial(_remove_hooks, _add_hooks(), len(_running.modules)))
 
@@ -121,7 +122,7 @@ def _add_hooks() -> _Token:
         _open.add(token)
         forward_pre_hooks[_EAGER] = _before_forward
         forward_hooks[_EAGER] = _after_forward
-        forward_hooks_always[_EAGER] = True  # also if the forward raises
+        forward_hooks_always[_EAGER] = True  # even if the forward raises
     return token
 
 
@@ -129,7 +130,7 @@ def _remove_hooks(token: _Token, n_running: int) -> None:
     del _running.modules[n_running:]  # modules whose call an interrupt has ended without their hooks
     with process_lock():
         _open.discard(token)
-        if not _open:  # other code may have cleared torch's tables meanwhile
+        if not _open:  # other code may have cleared torch's tables since
             for hooks in (forward_pre_hooks, forward_hooks, forward_hooks_always):
                 hooks.pop(_EAGER, None)
 
@@ -138,7 +139,7 @@ def _remove_hooks(token: _Token, n_running: int) -> None:
 def _before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Global forward pre-hook: enter the module's regions.
 
-    torch passes keyword arguments for bound modules only, and expects them back beside the positional ones.
+    torch passes keyword arguments for bound modules only, and expects them back with the positional ones.
     """
     if tracing():
         return _before_forward_in_trace(module, args, kwargs)
@@ -196,7 +197,7 @@ def _has_rules(device_type: str) -> bool:
 
 
 def leave_in_trace() -> None:
-    """Leave the region that `enter_in_trace` entered last, and those of modules that ended inside it without hooks."""
+    """Leave the region that `enter_in_trace` entered last, and the regions of modules that ended inside it."""
     if len(_entered) == 0:
         leave_region()
         return
@@ -207,7 +208,7 @@ def leave_in_trace() -> None:
 
 
 def _leave_to(module: Module | None) -> None:
-    """Drop items of `_entered`, leaving their regions, up to and with that of `module`; None: that of a region."""
+    """Drop items of `_entered` up to and with the item of `module` (None: of a region), leaving their regions."""
     while True:
         running, n_regions = _entered.pop()
         for _ in range(n_regions):
@@ -251,7 +252,7 @@ def _after_forward_in_trace(module: Module, args: Any = None, output: Any = None
 
 @called_while_tracing
 def _region_texts(module_id: int) -> str | None:
-    """A line with `RegionSpec.text` for each region of a module; None for a module that is not bound.
+    """Return a line with `RegionSpec.text` for each region of a module; None for a module that is not bound.
 
     Dynamo guards on the module, since this takes its `id`.
     """
@@ -260,7 +261,7 @@ def _region_texts(module_id: int) -> str | None:
 
 
 def _object_at(address: int) -> Any:
-    """The object with this `id`, for a function that Dynamo calls while it traces.
+    """Return the object with this `id`, for a function that Dynamo calls while it traces.
 
     In torch 2.11 Dynamo passes only constants to such a function. An object's `id` is one while Dynamo's guard on it
     holds; the code being traced keeps the object alive.

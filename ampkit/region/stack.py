@@ -2,7 +2,7 @@
 
 A region sets torch's own autocast state (enabled, dtype, cache flag), as `torch.autocast` does, and has the dispatcher
 call an `AutocastMode`. `enter` reads the state that a region changes, as one value, and `write` sets it. Leaving writes
-what was read.
+that state back.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MOST_MODES = 16  # that a thread keeps
 
 
 class RegionOrderError(RuntimeError):
-    """A region is left in another order than it was entered, or in another thread."""
+    """A region ends in another order than it was entered, or in another thread."""
 
 
 class State(NamedTuple):
-    """What a region changes in its thread."""
+    """The state that a region changes in its thread."""
 
     enabled: bool  # this and the next two: torch's autocast state for the region's device type
     dtype: torch.dtype
@@ -64,16 +64,16 @@ class OpenRegion(NamedTuple):
     cache: WeightCasts
     graph: FrameType | None  # of the compiled graph that has entered it
     reached: bool  # whether its operators reach its mode
-    at_end: Callable[[], None] | None = None  # called when it is left
+    at_end: Callable[[], None] | None = None  # called when it ends
 
 
 class ThreadState(threading.local):
-    """The regions of this thread, and what they share."""
+    """The regions of this thread, with their shared cache and modes."""
 
     def __init__(self) -> None:
         self.regions: list[OpenRegion] = []  # outermost first
         self.cache: WeightCasts | None = None  # empty while no region is open
-        self.modes: dict[Any, AutocastMode] = {}  # by what they are made of
+        self.modes: dict[Any, AutocastMode] = {}  # by region settings
         self.last: tuple[Any, AutocastMode] | None = None  # the item of `modes` that was used last
 
 
@@ -148,7 +148,7 @@ def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool 
 
 
 def call_at_end(call: Callable[[], None]) -> None:
-    """Have `call` called when the innermost region is left."""
+    """Have `call` called when the innermost region ends."""
     thread.regions[-1] = thread.regions[-1]._replace(at_end=call)
 
 
@@ -157,7 +157,7 @@ def leave(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None
 
     Raises:
         RegionOrderError: `spec` is not open in this thread, or not the innermost region, and no exception of type
-            `exc_type` is ending it. The regions inside are left too.
+            `exc_type` is ending it. The regions inside end as well.
     """
     regions = thread.regions
     if regions and regions[-1].spec is spec:
@@ -165,8 +165,8 @@ def leave(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None
         return
     leave_ended_graphs()
     depth = next((n for n in reversed(range(len(regions))) if regions[n].spec is spec), None)
-    # Other exceptions end the regions inside too. These two end a generator or a task, and other code may have entered
-    # the regions inside.
+    # Other exceptions end the regions inside as well. These two end a generator or a task, and other code may have
+    # entered the regions inside.
     is_fault = exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError))
     if depth is None:
         if is_fault:
@@ -206,7 +206,7 @@ def _leave_innermost(regions: list[OpenRegion]) -> None:
 def leave_ended_graphs() -> None:
     """Leave the innermost regions that compiled graphs have entered whose calls an exception has ended.
 
-    Only graphs that `torch.compile(backend="eager")` runs hold regions. While Dynamo traces, such a region stays: a
+    Only graphs that `torch.compile(backend="eager")` runs hold regions. While Dynamo traces, such a region remains: a
     trace must leave the thread's state as it was.
     """
     regions = thread.regions
@@ -217,7 +217,7 @@ def leave_ended_graphs() -> None:
 
 
 def _new_cache(*, in_capture: bool) -> WeightCasts:
-    """The cache of a region that has none around it to share: the thread's, or its own while a graph is captured."""
+    """Return the cache of an outermost region: the thread's, or its own while a graph is captured."""
     if in_capture:
         return WeightCasts(in_capture=True)
     thread.cache = thread.cache or WeightCasts()
@@ -225,7 +225,7 @@ def _new_cache(*, in_capture: bool) -> WeightCasts:
 
 
 def _mode(spec: RegionSpec, outer: AutocastMode | None, cache: WeightCasts) -> AutocastMode:
-    """The mode of a region: its policy for its device type, the enclosing mode's policies for the other types."""
+    """Return the mode of a region: its policy for its device type, the enclosing mode's for the other types."""
     device_type, policies = spec.device_type, {} if outer is None else dict(outer.policies)
     policies[device_type] = spec.policy or policies.get(device_type) or DEFAULT_POLICIES[device_type]
     observer = observers[-1] if observers else None

@@ -14,13 +14,13 @@ class Examples(Extension):
     """Has the documentation show `>>> ` examples, and what follows `::`, as Python."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Called by griffe with every object that it has read."""
+        """Rewrite the docstring of an object. Called by griffe with every object that it has read."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
 
 def as_markdown(text: str) -> str:
-    """A docstring with fences around its code."""
+    """Return a docstring with fences around its code."""
 
     def literal(found: re.Match[str]) -> str:
         return f":\n\n```python\n{textwrap.dedent(found['block']).strip()}\n```\n\n"

@@ -17,7 +17,7 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def repository_pages() -> dict[str, str]:
-    """The site's page for each file outside `docs/` that is a page."""
+    """Return the site's page for each file outside `docs/` that is a page."""
     pages = {"README.md": "overview.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
     pages[".github/CONTRIBUTING.md"] = "contributing.md"
     pages["tests/GUARANTEES.md"] = "guarantees.md"
@@ -35,7 +35,7 @@ SOURCES = {page: source for source, page in PAGES.items()}
 
 
 def relinked(text: str, page: str) -> str:
-    """A page's Markdown, in which links out of `docs/` lead to the site's pages for those files."""
+    """Return a page's Markdown, in which links out of `docs/` lead to the site's pages for those files."""
     folder = posixpath.dirname(SOURCES.get(page, f"docs/{page}"))
 
     def to_page(found: re.Match[str]) -> str:
@@ -55,7 +55,7 @@ def relinked(text: str, page: str) -> str:
 
 
 def example_page(path: Path) -> str:
-    """An example as Markdown: what its docstring says, how to run it, its code."""
+    """Return an example as Markdown: its docstring, how to run it, its code."""
     code = path.read_text(encoding="utf-8")
     module = ast.parse(code)
     about = ast.get_docstring(module) or ""
@@ -64,7 +64,7 @@ def example_page(path: Path) -> str:
 
 
 def content_of(source: str) -> str:
-    """The content of the page for a file. The search leaves out benchmark reports, which would match everything."""
+    """Return the content of the page for a file. The search omits benchmark reports, which would match everything."""
     path = ROOT / source
     if path.suffix == ".py":
         return example_page(path)
@@ -73,7 +73,7 @@ def content_of(source: str) -> str:
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Called by mkdocs with the files of `docs/`."""
+    """Add pages to the files of `docs/`. Called by mkdocs."""
     from mkdocs.structure.files import File, InclusionLevel
 
     for source, page in PAGES.items():
@@ -84,5 +84,5 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Called by mkdocs with each page before it is rendered."""
+    """Return a page as it is rendered. Called by mkdocs."""
     return relinked(markdown, page.file.src_uri)

@@ -1,12 +1,16 @@
-"""Check the plain English of the pages: `python -m tests.tools.prose [PAGE ...]`, which `make lint` runs.
+"""Check the plain English of pages, docstrings and comments: `python -m tests.tools.prose [FILE ...]`, in `make lint`.
 
 Each pattern below is a way of writing that a reader of torch's documentation stumbles over. Code blocks, code in
-backquotes, links' targets and comments are not read. An allowed hit is written down in `ALLOWED`, with its reason.
-`NOT_YET_REWRITTEN` lists the pages that are not checked; a page in it that has no hit any more is an error too.
+backquotes, links' targets and HTML comments are not read. ruff (D401) checks that docstrings of functions begin with
+an imperative. An allowed hit is written down in `ALLOWED`, with its reason. `NOT_YET_REWRITTEN` lists files and folders
+that are not checked; an entry without a hit is an error.
 """
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +58,7 @@ PATTERNS = {
     ],
     "a connective of everyday English": ["in place of|but for|apart|in the terms of", "(?<=[,;] )else"],
     "14%, without a space": ["[0-9]+ %"],
-    "PyTorch, or this PyTorch version": [r"(?:a|this|another|newer|every|any) torch\b(?!\.)"],
+    "PyTorch, or this PyTorch version": [r"(?:a|this|another|newer|every|any) torch\b(?!\.| function| operator)"],
     "American spelling": [
         r"\w*(?:initial|normal|synchron|quant|serial|optim|organ|special)is(?:e[ds]?|ing|ation)",
         "behaviour|colour",
@@ -69,8 +73,12 @@ PATTERNS["one fact for each sentence: two semicolons"] = re.compile(r";[^;.|\n]*
 # (page, hit in its words) -> why it is right there.
 ALLOWED: dict[tuple[str, str], str] = {}
 
-# Pages written before these rules. Take a page from the list when it is rewritten; add none.
+# Files and folders written before these rules. Take one from the list when it is rewritten; add none.
 NOT_YET_REWRITTEN = (
+    "ampkit/debugging/",
+    "ampkit/optim/",
+    "ampkit/scaler/",
+    "kernels/ampkit_kernels/",
     "docs/architecture.md",
     "docs/debugging.md",
     "docs/reference/debugging.md",
@@ -81,18 +89,38 @@ IGNORED = re.compile(r"^```.*?^```$|<!--.*?-->|`[^`\n]*`|(?<=\]\()[^)\s]*(?=\))"
 
 
 class Hit(NamedTuple):
-    """A place in a page that a pattern matches."""
+    """A place in a file that a pattern matches."""
 
     line: int
     words: str
     why: str
 
 
-def pages() -> list[Path]:
-    """Return the pages of the repository."""
+def files() -> list[Path]:
+    """Return the pages of the repository, and the Python files whose docstrings and comments are checked."""
     top = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")]
     folders = (ROOT / ".github", ROOT / "docs", ROOT / "tests")
-    return [*top, *(page for folder in folders for page in sorted(folder.rglob("*.md")))]
+    packages = (ROOT / "ampkit", ROOT / "kernels" / "ampkit_kernels")
+    pages = [page for folder in folders for page in sorted(folder.rglob("*.md"))]
+    return [*top, *pages, *(file for package in packages for file in sorted(package.rglob("*.py")))]
+
+
+def of_python(source: str) -> str:
+    """Return the docstrings and comments of Python source, each on its lines; the lines of code are empty.
+
+    A comment behind code is made the row of a table, which is not joined with the lines around it.
+    """
+    lines = source.split("\n")
+    text = [""] * len(lines)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for n in range(node.lineno - 1, node.end_lineno or node.lineno):
+                text[n] = lines[n].replace('"""', "").strip()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            is_line = not lines[token.start[0] - 1][: token.start[1]].strip()
+            text[token.start[0] - 1] = token.string.lstrip("# ") if is_line else f"| {token.string}"
+    return "\n".join(text)
 
 
 def prose_of(page: str) -> str:
@@ -139,22 +167,23 @@ def _line_of(text: str, joined: str, position: int) -> int:
 
 
 def main(names: list[str]) -> int:
-    """Print the hits of the named pages, or of all that are rewritten; return 1 if there are any."""
-    chosen = [Path(name).resolve() for name in names] or pages()
-    n_hits, clean = 0, []
+    """Print the hits of the named files, or of all that are rewritten; return 1 if there are any."""
+    chosen = [Path(name).resolve() for name in names] or files()
+    n_hits, clean = 0, set(NOT_YET_REWRITTEN)
     for path in chosen:
-        name = path.relative_to(ROOT).as_posix()
-        found = hits(name, path.read_text(encoding="utf-8"))
-        if name in NOT_YET_REWRITTEN and not names:
-            clean += [] if found else [name]
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        found = hits(name, of_python(text) if path.suffix == ".py" else text)
+        entry = next((entry for entry in NOT_YET_REWRITTEN if name.startswith(entry)), None)
+        if entry is not None and not names:
+            clean -= {entry} if found else set()
             continue
         n_hits += len(found)
         for hit in found:
             print(f"{name}:{hit.line}: {hit.words!r}: {hit.why}")
-    gone = [name for name in NOT_YET_REWRITTEN if not (ROOT / name).exists()]
-    for name in [*clean, *gone]:
+    clean = set() if names else clean
+    for name in sorted(clean):
         print(f"{name}: take it from NOT_YET_REWRITTEN in tests/tools/prose.py")
-    return 1 if n_hits or clean or gone else 0
+    return 1 if n_hits or clean else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The check of the pages' English finds each pattern, with its line, and nothing in code."""
+"""The check of English finds each pattern, with its line, and nothing in code."""
 
 from pathlib import Path
 
@@ -61,6 +61,26 @@ what = "it says, in 16 bits"
     assert prose.hits("page.md", page) == []
 
 
+def test_docstrings_and_comments_are_checked_and_code_is_not() -> None:
+    source = '''"""It says so."""
+
+what = "it tells"  # what it is.
+other = 1  # a name; another
+
+def run():
+    """Return it.
+
+    That of a tensor.
+    """
+    # A comment that goes on
+    # over two lines, and asks.
+'''
+    found = prose.hits("a.py", prose.of_python(source))
+    assert [(hit.line, hit.words) for hit in found] == [
+        (1, "says"), (3, "what it"), (9, "That of"), (11, "goes on"), (12, "asks")
+    ]  # fmt: skip
+
+
 def test_a_page_is_taken_from_the_list_when_it_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,7 +89,7 @@ def test_a_page_is_taken_from_the_list_when_it_is_rewritten(
     pages = {"good.md": "All is well.", "old.md": "It says so.", "new.md": "It tells you."}
     for name, text in pages.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(prose, "pages", lambda: [tmp_path / name for name in pages])
+    monkeypatch.setattr(prose, "files", lambda: [tmp_path / name for name in pages])
     monkeypatch.setattr(prose, "NOT_YET_REWRITTEN", ("old.md",))
     assert prose.main([]) == 1
     assert capsys.readouterr().out == "new.md:1: 'tells': objects do not ask, know, tell, want or judge\n"
@@ -78,4 +98,4 @@ def test_a_page_is_taken_from_the_list_when_it_is_rewritten(
     (tmp_path / "old.md").write_text("All is well.")
     monkeypatch.setattr(prose, "NOT_YET_REWRITTEN", ("old.md", "gone.md"))
     assert prose.main([]) == 1
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["old.md", "gone.md"]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["gone.md", "old.md"]
