@@ -137,9 +137,7 @@ class FP16Optimizer(torch.optim.Optimizer):
             RuntimeError: such gradients do not exist.
         """
         if not self._gradients.still_scaled():
-            raise RuntimeError(
-                "there are no scaled gradients; call optimizer.backward(loss) first, not loss.backward()"
-            )
+            raise RuntimeError("no gradient is scaled; call optimizer.backward(loss) first, not loss.backward()")
         self.scaler.unscale_all_([self._gradients])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

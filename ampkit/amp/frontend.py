@@ -361,7 +361,7 @@ def _session_of(optimizers: Sequence[Optimizer]) -> _Session:
         raise RuntimeError("no optimizer has been through initialize; call it first")
     if len(sessions) > 1:
         raise RuntimeError(
-            f"the optimizers come from {len(sessions)} calls of initialize; pass optimizers of one call"
+            f"the optimizers belong to {len(sessions)} calls of initialize; pass optimizers of one call"
             if optimizers
             else f"initialize has been called {len(sessions)} times; pass an optimizer of the call that is meant"
         )

@@ -211,8 +211,8 @@ def check_model(model: Module, *, casts_model: bool) -> None:
     name = type(model).__name__
     if isinstance(model, _WRAPPERS) or name == "FullyShardedDataParallel":
         raise RuntimeError(
-            f"the model is wrapped in {name} already; call amp.initialize on the bare model first, and wrap what "
-            f"it returns: {name}(model, ...)"
+            f"the model is wrapped in {name} already; call amp.initialize on the bare model first, and wrap its "
+            f"result: {name}(model, ...)"
         )
     if casts_model and any("FSDPModule" in [base.__name__ for base in type(m).__mro__] for m in model.modules()):
         raise RuntimeError(

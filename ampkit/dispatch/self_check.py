@@ -51,7 +51,7 @@ def _try_out(mode: AutocastMode) -> str | None:
     finally:
         set_included(mode.key, False)
     if (is_included(mode.key), is_excluded(mode.key)) != before:
-        return "a region that is left stays in the thread"
+        return "a region is still active after it has ended"
     if negated.dtype is not torch.float32 or negated.grad_fn is None:
         return "an operator without a rule does not fall through the region"
     if product.dtype is not torch.bfloat16:

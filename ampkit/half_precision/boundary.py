@@ -107,8 +107,8 @@ def refuse_bounded(module: Module) -> None:
     """Raise `RuntimeError` for a converted model, or as `refuse_patched`."""
     if isinstance(module, _Bounded) and not all(boundary.is_inner for boundary in module._ampkit_boundaries):
         raise RuntimeError(
-            f"this {type(module).__name__} has been through ampkit.half or amp.initialize already; a second "
-            f"conversion would cast twice; build the model again, or keep the converted one"
+            f"this {type(module).__name__} has been converted by ampkit.half or amp.initialize already, and a "
+            f"second conversion would cast twice; build the model again, or use the converted one"
         )
     refuse_patched(module)
 

@@ -171,7 +171,7 @@ class HalfPlan:
                 if id(param) in owners:
                     raise ValueError(
                         f"parameters {name} and {owners[id(param)]} are one tensor, and only one of them would "
-                        f"stay in float32; name both their modules in keep_fp32, or neither"
+                        f"remain in float32; name both their modules in keep_fp32, or neither"
                     )
 
     def _choose_buffers(self, buffers: str) -> None:
@@ -192,8 +192,8 @@ class HalfPlan:
         if self.unfit:
             name, largest = next(iter(self.unfit.items()))
             raise ValueError(
-                f"parameter {name} holds {largest:.4g}; {self.dtype} ends at {torch.finfo(self.dtype).max:.4g}; "
-                f"keep its module in float32 with keep_fp32, or use bfloat16"
+                f"parameter {name} holds {largest:.4g}, and the maximum of {self.dtype} is "
+                f"{torch.finfo(self.dtype).max:.4g}; keep its module in float32 with keep_fp32, or use bfloat16"
             )
 
     def note(self) -> str:
@@ -203,8 +203,8 @@ class HalfPlan:
             return ""
         return (
             f"ampkit left these buffers in their dtype, because {self.dtype} may change their values: "
-            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}; cast the result where one of them meets "
-            "16-bit tensors, or convert with buffers='all'"
+            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}; cast the result if one of them is "
+            "combined with 16-bit tensors, or convert with buffers='all'"
         )
 
     def carry_out(self) -> None:

@@ -305,7 +305,7 @@ def refuse_other_masters(optimizer: Any) -> None:
         )
     if getattr(optimizer, "has_remainders", False):
         raise ValueError(
-            f"this {type(optimizer).__name__} has masters='remainder', which makes float32 masters of bfloat16 weights "
-            "and their remainders; expected one kind of masters: leave out that argument, or use the optimizer without "
-            "other masters, as at level O3"
+            f"this {type(optimizer).__name__} has masters='remainder', which stores the remainders of float32 masters "
+            "beyond their bfloat16 weights; expected one kind of masters: omit that argument, or use the optimizer "
+            "without other masters, as at level O3"
         )

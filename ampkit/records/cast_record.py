@@ -134,7 +134,7 @@ class CastRecord:
             ValueError: `multiple` is below 1.
         """
         if not isinstance(multiple, int) or multiple < 1:
-            raise ValueError(f"multiple is {multiple!r}; expected a number of elements of 16 bits, such as 8")
+            raise ValueError(f"multiple is {multiple!r}; expected a number of 16-bit elements, such as 8")
         misaligned = []
         for call in self.calls:
             sizes, nbytes = _sizes(call.op, call.shapes), call.computed_in[0].itemsize if call.computed_in else 4

@@ -45,7 +45,7 @@ class Float8Losses(tuple[Float8Loss, ...]):
 
     def __str__(self) -> str:
         if not self:
-            return "no product of FP8 was recorded; those of compiled code and of DTensors are left out"
+            return "no FP8 product was recorded; products in compiled code and of DTensors are omitted"
         worst_first = sorted(self, key=lambda loss: -loss.to_zero)
         return "\n".join(table([_HEADER, *(loss.cells() for loss in worst_first)], _NUMBERS))
 

@@ -116,7 +116,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
         if state is None:
             raise AttributeError(
                 f"{bwd.__qualname__} has custom_bwd, but its forward did not run under custom_fwd; decorate both, and "
-                "setup_context where there is one"
+                "setup_context if it has one"
             )
         enabled, dtype, policy = state
         if isinstance(policy, Policy):

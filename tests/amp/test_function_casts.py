@@ -124,7 +124,7 @@ def test_a_coroutine_computes_in_float32_and_others_do_not() -> None:
     async def streams() -> AsyncIterator[int]:
         yield 1
 
-    with pytest.raises(TypeError, match="got an asynchronous generator function: decorate what it calls"):
+    with pytest.raises(TypeError, match="got an asynchronous generator function: decorate the functions that it calls"):
         amp.float_function(streams)
 
 

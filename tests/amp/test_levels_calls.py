@@ -207,7 +207,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
         ((nn.DataParallel(make()),), RuntimeError, "wrapped in DataParallel already; call amp.initialize on the bare"),
         (([model, model],), ValueError, "models holds one object twice"),
         ((patched, on_patched), RuntimeError, "the forward of this Net was replaced on the instance"),
-        ((done[0],), RuntimeError, "this Net has been through ampkit.half or amp.initialize already"),
+        ((done[0],), RuntimeError, "this Net has been converted by ampkit.half or amp.initialize already"),
         ((model, done[1]), RuntimeError, "this SGD has been through initialize already; call it once"),
         ((model, "sgd"), TypeError, "optimizers holds a str; expected a torch.optim.Optimizer"),
         ((model, larc), TypeError, "holds a Larc; expected .* an object that holds one as `optim`"),
@@ -404,7 +404,7 @@ def test_two_calls_are_distinguished() -> None:
     with pytest.raises(RuntimeError, match="initialize has been called 2 times; pass an optimizer of the call"):
         amp.state_dict()
     assert amp.state_dict(second)["loss_scaler0"]["loss_scale"] == 8.0
-    with pytest.raises(RuntimeError, match="come from 2 calls of initialize"):
+    with pytest.raises(RuntimeError, match="belong to 2 calls of initialize"):
         backward(torch.ones(()), [first, second])
     del second
     gc.collect()

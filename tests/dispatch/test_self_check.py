@@ -43,6 +43,7 @@ def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: 
     assert self_check.fault() is None
     self_check.once.cache_clear()
     thread.modes.clear()
+    thread.last = None
     monkeypatch.setattr(torch, *FAULTS[fault])
     for _ in range(2):  # the second time fails too
         with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu"):

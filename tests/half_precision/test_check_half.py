@@ -139,7 +139,7 @@ def test_dtypes_are_taken_and_refused_as_half_does() -> None:
     for wrong in ("half", torch.float64, "float32", torch.int8, None):
         with pytest.raises(ValueError, match=r"expected torch\.float16, torch\.bfloat16 or the name of one"):
             check_half(model, x, wrong)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
+    with pytest.raises(RuntimeError, match=r"has been converted by ampkit\.half"):
         check_half(half(model), x)
 
 

@@ -311,7 +311,9 @@ def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> Non
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.no_grad():
         model[1].weight[0, 0] = -1e6
-    with pytest.raises(ValueError, match=r"parameter 1.weight holds 1e\+06; torch.float16 ends at 6.55e\+04; keep"):
+    with pytest.raises(
+        ValueError, match=r"parameter 1.weight holds 1e\+06, and the maximum of torch.float16 is 6.55e\+04; keep"
+    ):
         half(model, in_place=True)
     assert type(model) is nn.Sequential
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -350,7 +352,7 @@ def test_what_half_refuses() -> None:
         (lambda: half(model, keep_fp32=[nn.Linear(1, 1)]), ValueError, "holds a Linear that is not part of this Net"),
         (lambda: half(model, keep_fp32=[3]), TypeError, r"keep_fp32 holds 3; expected"),  # type: ignore[list-item]
         (lambda: half(tied, keep_fp32="1"), ValueError, "1.weight and 0.weight are one tensor.*name both their"),
-        (lambda: half(half(model)), RuntimeError, r"this Net has been through ampkit.half or amp.initialize already"),
+        (lambda: half(half(model)), RuntimeError, r"this Net has been converted by ampkit.half or amp.initialize already"),
     ):
         with pytest.raises(error, match=message):
             refused()

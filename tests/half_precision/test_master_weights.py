@@ -246,7 +246,7 @@ def test_what_is_refused() -> None:
     for refused, error, message in (
         (lambda: MasterWeights([]), TypeError, "MasterWeights takes a torch.optim.Optimizer, got list"),
         (lambda: MasterWeights(optimizer), RuntimeError, "SGD has master weights already; keep using the first"),
-        (lambda: MasterWeights(remainders), ValueError, "AdamW has masters='remainder', which makes float32 masters"),
+        (lambda: MasterWeights(remainders), ValueError, "AdamW has masters='remainder', which stores the remainders"),
         (lambda: gone.state_dict(), ReferenceError, "no longer exists"),
         (lambda: masters.load_state_dict({"state": 1}), KeyError, r"no 'masters' in .*, which has \['state'\]"),
         (lambda: masters.load_state_dict({"masters": [torch.ones(1)]}), ValueError, "are 1 saved .* has 3"),

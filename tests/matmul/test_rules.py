@@ -173,7 +173,7 @@ def test_calls_of_a_module_add_up_and_a_region_without_a_record_notes_nothing():
     assert record.float8()[0].snr == math.inf
     with record_casts() as record, autocast("cpu"):
         model(torch.ones(16, 64))
-    assert str(record.float8()) == "no product of FP8 was recorded; those of compiled code and of DTensors are left out"
+    assert str(record.float8()) == "no FP8 product was recorded; products in compiled code and of DTensors are omitted"
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -70,7 +70,7 @@ def test_ways_to_name_an_operator():
 
 
 def test_overloads_that_only_torchscript_knows_are_not_meant():
-    """`aten::add` also names additions of plain numbers, the default overload among them; no region sees those."""
+    """`aten::add` also names additions of plain numbers, which never reach a region."""
     assert Policy.default("cpu").explain("add").op == "aten::add.Tensor"
     chosen = Policy.default("cpu").with_rules({"aten::add": Rule.FLOAT32})
     assert {op for op, _ in chosen.overrides[0]} == {aten.add.Tensor, aten.add.Scalar}
@@ -129,7 +129,7 @@ def test_policy_is_left_as_it_was():
         ({"nolib::op": "keep"}, ValueError, r"unknown operator 'nolib::op'"),
         ({"aten::mm.__class__": "keep"}, ValueError, r"operator 'aten::mm' has no overload '__class__'; expected one"),
         ({F.interpolate: "keep"}, ValueError, r"unknown operator 'aten::interpolate'.*nearest: "),
-        ({"aten::Bool.int": "keep"}, ValueError, r"'aten::Bool.int' is TorchScript's, .*; no region sees it"),
+        ({"aten::Bool.int": "keep"}, ValueError, r"'aten::Bool.int' is TorchScript's, .*; it never reaches a region"),
         ({torch.ops.aten.len: "keep"}, ValueError, r"'aten::len.t' is TorchScript's"),
         ({"aten::mm": torch.ones(2)}, ValueError, r"unknown rule tensor\(.*\) for operator 'aten::mm'"),
         ({"aten::mm": "half"}, ValueError, r"unknown rule 'half' for operator 'aten::mm'; expected a Rule or one of"),

@@ -265,9 +265,9 @@ def test_misaligned_sizes_print_as_a_table(net):
         ],
     ]
     assert str(record.misaligned(4)) == "no size to pad in the matrix products and convolutions that were recorded"
-    with pytest.raises(ValueError, match=r"multiple is 2\.5; expected a number of elements of 16 bits"):
+    with pytest.raises(ValueError, match=r"multiple is 2\.5; expected a number of 16-bit elements"):
         record.misaligned(2.5)
-    with pytest.raises(ValueError, match="multiple is 0; expected a number of elements of 16 bits"):
+    with pytest.raises(ValueError, match="multiple is 0; expected a number of 16-bit elements"):
         record.misaligned(0)
 
 

@@ -51,7 +51,7 @@ async def streams():
         (1, r"autocast\(\)\(func\) takes a function or method to decorate, got int"),
         (classmethod(product), "got classmethod"),
         (torch.nn.Linear, r"got the class Linear[:;] decorate its forward"),
-        (streams, "an asynchronous generator function: decorate what it calls"),
+        (streams, "an asynchronous generator function: decorate the functions that it calls"),
     ],
 )
 def test_message_for_what_cannot_be_called(func, message):
