@@ -214,7 +214,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
         ((other, sgd(model)), RuntimeError, "SGD holds no parameter of these models; make the optimizer from the"),
         ((other, wrapped), RuntimeError, "has master weights already; pass initialize a bare optimizer"),
         ((other, with_masters), RuntimeError, "has master weights already"),
-        (([model, other], [plain, with_remainders], "O2"), ValueError, "AdamW has masters='remainder', which makes"),
+        (([model, other], [plain, with_remainders], "O2"), ValueError, "AdamW has masters='remainder', which stores"),
         ((model, shared, "O1"), RuntimeError, "parameter conv.weight is in two optimizers; give it to one"),
     ):
         with pytest.raises(error, match=message):
