@@ -79,7 +79,6 @@ NOT_YET_REWRITTEN = (
     "ampkit/optim/",
     "ampkit/scaler/",
     "kernels/ampkit_kernels/",
-    "docs/architecture.md",
     "docs/debugging.md",
     "docs/reference/debugging.md",
     "tests/GUARANTEES.md",
