@@ -28,8 +28,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied by the
-    scaler's factor, and moves 28 bytes per float32 element. If `found_inf` is set it returns at once, with moments and
-    step counts as they were. The step never synchronizes and can be captured in a CUDA graph. On a CPU, or where Triton
+    scaler's factor, and moves 28 bytes per float32 element. If `found_inf` is set it changes neither moments
+    nor step counts. The step never synchronizes and can be captured in a CUDA graph. On a CPU, or if Triton
     cannot run, `torch.optim`'s own functions step: the fused one, with the results of `torch.optim.AdamW(fused=True)`,
     unless `fused` or `foreach` chooses another.
     With `rounding`, `masters` or `state_dtype` the step is computed in float32 and rounded once; parameters must be
@@ -50,19 +50,19 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             size it writes to other memory.
         differentiable: must be False.
         impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
-        max_grad_norm: clip in the step by the 2-norm of all gradients, over the shards of DTensors too, without
-            writing `.grad`; 32 bytes per float32 element. None: no clipping.
+        max_grad_norm: clip in the step by the 2-norm of all gradients, including all shards of DTensors,
+            without writing `.grad`; 32 bytes per float32 element. None: no clipping.
         rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, so that the
             mean is right.
         masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
             to the bit.
-        state_dtype: dtype of moments, torch.float32 or torch.bfloat16; None: that of the weights or their masters.
+        state_dtype: dtype of moments, torch.float32 or torch.bfloat16; None: the dtype of the weights or their masters.
         seed: seed of stochastic rounding.
 
     Raises:
         ValueError: a value that torch.optim.AdamW refuses, a `max_grad_norm` out of range, an unknown `impl`,
             `rounding`, `masters` or `state_dtype`, or `differentiable=True`.
-        TypeError: `betas` are tensors; `rounding`, `masters` or `state_dtype` with a parameter of another dtype; at
+        TypeError: `betas` are tensors, or `rounding`, `masters` or `state_dtype` with a parameter of another dtype. At
             `step` of a kernel, moments of a parameter that differ in dtype.
         RuntimeError: at `step`, a gradient is sparse.
 
@@ -200,7 +200,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
                 maximize=group["maximize"],
                 **self._options(group),
             )
-        if on_host:  # torch's fused step bumps no counter, a write to a shard not that of its DTensor
+        if on_host:  # torch's fused step increments no version; a write to a shard none of its DTensor
             torch.autograd.graph.increment_version(written)
         return True
 
@@ -212,7 +212,7 @@ def _are_torchs(params: Sequence[Tensor]) -> bool:
 
 
 def _fused_parts(columns: list[list[Tensor]]) -> list[tuple[list[list[Tensor]], bool]]:
-    """The rows of parallel lists that torch's fused step can take on a CPU, after the others, which may raise."""
+    """Return the rows of parallel lists that torch's fused CPU step accepts, after the others, which may raise."""
     if _can_be_fused(columns):
         return [(columns, True)]
     can = [_can_be_fused([column[i : i + 1] for column in columns]) for i in range(len(columns[0]))]
@@ -227,9 +227,9 @@ def _fused_parts(columns: list[list[Tensor]]) -> list[tuple[list[list[Tensor]], 
 def _can_be_fused(columns: Sequence[Sequence[Tensor]]) -> bool:
     """Whether torch's fused step (2.13) is right for these parameters, gradients and state on a CPU.
 
-    It takes elements in the order of memory, so that it confuses those of tensors with other strides, as of
-    `channels_last` weights; it writes past the end of state that is smaller than its parameter; and it refuses state of
-    another dtype, which its other steps take.
+    It takes elements in the order of memory, which is wrong for tensors whose strides differ, such as `channels_last`
+    weights. It writes past the end of state that is smaller than its parameter. It refuses state of another dtype,
+    which its other steps accept.
     """
     sizes = list(map(_nbytes_of, columns[0]))
     if not set(map(_dtype_of, columns[0])) <= REAL_FLOATS:

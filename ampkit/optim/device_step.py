@@ -73,15 +73,15 @@ class DeviceStep(ABC):
 
     @abstractmethod
     def _names(self, group: dict[str, Any]) -> Sequence[str]:
-        """The entries of state that a kernel steps, except remainders; those of one element, "step", "stream", last."""
+        """Return the names of state that a kernel steps, without remainders; one-element ones (step, stream) last."""
 
     @abstractmethod
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of this optimizer's kernel that others do not have."""
+        """Return the keyword arguments of this optimizer's kernel that others do not have."""
 
     @abstractmethod
     def _states(self, params: Sequence[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        """The state of each parameter as the kernels take it; missing entries are made."""
+        """Return the state of each parameter as the kernels take it; missing entries are made."""
 
     @abstractmethod
     def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
@@ -129,7 +129,7 @@ class DeviceStep(ABC):
             param_group: "params", and settings that differ from the constructor's.
 
         Raises:
-            ValueError: a setting is supported by `torch.optim` alone, or is one for all groups.
+            ValueError: only `torch.optim` supports a setting, or it is one for all groups.
             TypeError: with `rounding`, `masters` or `state_dtype`, a parameter that is neither bfloat16 nor float32.
         """
         super().add_param_group(param_group)  # type: ignore[misc]  of torch's class, the other base
@@ -149,7 +149,7 @@ class DeviceStep(ABC):
         for name, expected in (("differentiable", False), ("decoupled_weight_decay", True), ("dampening", 0)):
             if bool(group.get(name, expected)) != expected:
                 raise ValueError(
-                    f"a parameter group has {name}={group[name]}; ampkit.optim steps with {expected} alone: use "
+                    f"a parameter group has {name}={group[name]}; ampkit.optim supports only {expected}: use "
                     "torch.optim for it"
                 )
         self._precision.check(group["params"])
@@ -195,7 +195,7 @@ class DeviceStep(ABC):
             masters: by parameter a float32 tensor of its shape, device and DTensor placements.
 
         Raises:
-            TypeError: `masters` is no mapping.
+            TypeError: `masters` is not a mapping.
             ValueError: the optimizer has no remainders, a key is none of its bfloat16 parameters, or a value differs in
                 dtype, shape, device or placements. Nothing has changed then.
         """
@@ -219,7 +219,7 @@ class DeviceStep(ABC):
         self._note_fingerprints(masters)
 
     def _remainders(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """The remainders of bfloat16 parameters, set to 0 if other code than a step has written to the parameter."""
+        """Return the remainders of bfloat16 parameters, 0 for a parameter that other code than a step has written."""
         remainders = {param: self.state[param]["remainder"] for param in params if param.dtype is torch.bfloat16}
         for param, remainder in remainders.items():
             weight = ref(param)
@@ -268,7 +268,7 @@ class DeviceStep(ABC):
             after.remove()
 
     def _keep_entries(self, state_dict: dict[str, Any]) -> None:
-        """Give entries that torch has converted their dtype again; drop those that no step can continue from."""
+        """Restore the dtype of entries that torch has converted; drop entries from which no step can continue."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, self._parameters(), strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
@@ -278,12 +278,12 @@ class DeviceStep(ABC):
                     self.state[param][name] = value.to(param.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled or copied optimizer; torch's `load_state_dict` calls this too, with state and groups."""
+        """Restore a pickled or copied optimizer; torch's `load_state_dict` also calls this, with state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
         self._fingerprints, self._caches = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """torch's entries, and those of this class that pickles keep."""
+        """Return torch's entries, and the entries of this class that pickles keep."""
         self._all_remainders()
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc, assignment]
         own = ("impl", "max_grad_norm", "grad_norm", "_precision")
@@ -388,7 +388,7 @@ class DeviceStep(ABC):
         self._fingerprints.update((ref(param), _fingerprint(param)) for param in params)
 
     def _all_options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
-        """The keyword arguments of the kernel, apart from lists."""
+        """Return the keyword arguments of the kernel, except for lists."""
         found_inf, grad_scale, multiplier = scalars.on(device)
         return {
             "lr": lr_for_kernel(group["lr"], device),
@@ -451,7 +451,7 @@ class DeviceStep(ABC):
             self._note_fingerprints(remainders)
 
     def _cache(self, key: tuple[int, torch.device, bool, str, bytes]) -> kernels.StepCache:
-        """The cache for a combination of gradients of a group; a new one replaces the oldest of `_MOST_CACHES`."""
+        """Return the cache for a combination of a group's gradients, replacing the oldest of `_MOST_CACHES`."""
         if key not in self._caches:
             of_group = [other for other in self._caches if other[:-1] == key[:-1]]
             if len(of_group) >= _MOST_CACHES:
@@ -460,7 +460,7 @@ class DeviceStep(ABC):
         return self._caches[key]
 
     def _fill(self, params: Sequence[Tensor], names: Sequence[str]) -> list[dict[str, Any]]:
-        """The state of each parameter, with the named entries and those that low precision needs."""
+        """Return the state of each parameter, with the named entries and the entries that low precision needs."""
         self._precision.check(params)
         states = [self.state[param] for param in params]
         numbers: dict[Tensor, int] = {}
@@ -498,7 +498,7 @@ def refuse_sparse(optimizer: DeviceStep, grads: Sequence[Any]) -> None:
 
 
 def _by_mesh(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """The DTensors of each mesh, and all plain tensors: the lists that torch's functions take."""
+    """Return the DTensors of each mesh, and all plain tensors: the lists that torch's functions take."""
     parts: dict[Any, list[Tensor]] = {}
     for param in params:
         parts.setdefault(getattr(param, "device_mesh", None), []).append(param)
@@ -524,7 +524,7 @@ def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterat
 
 
 def _shard_number(param: Any) -> int:
-    """The index of this rank's shard of a DTensor, the same for its replicas; 0 for any other tensor."""
+    """Return the index of this rank's shard of a DTensor, the same for its replicas; 0 for any other tensor."""
     number, placements = 0, getattr(param, "placements", ())
     coordinate = param.device_mesh.get_coordinate() if placements else None  # None outside of the mesh too
     for dim, place in enumerate(coordinate or ()):
@@ -536,8 +536,8 @@ def _shard_number(param: Any) -> int:
 def _fingerprint(param: Tensor) -> tuple[Any, ...]:
     """Version counters and storage of a parameter, by which writes to it and assignments to its `data` are noticed.
 
-    A write through `data` changes neither. A write to a DTensor bumps its own counter, a step that of its shard. The
-    weak reference keeps the storage's identity from being reused, but does not keep its memory.
+    A write through `data` changes neither. A write to a DTensor increments its own counter, a step the counter of its
+    shard. The weak reference keeps the storage's identity from being reused, but does not keep its memory.
     """
     local = local_tensor(param)
     storage = _weak_storage if not is_compiling() else _weak_storage_uncompiled
@@ -565,7 +565,7 @@ def _described(value: Any) -> str:
 
 
 def local_gradient(param: Any, grad: Any) -> Tensor:
-    """This rank's shard of a gradient, sharded as its parameter."""
+    """Return this rank's shard of a gradient, sharded as its parameter."""
     if type(grad) not in ORDINARY:
         placements = getattr(param, "placements", None)
         if placements is not None and getattr(grad, "placements", placements) != placements:
@@ -579,7 +579,7 @@ def needs_float32(group: dict[str, Any], scalars: StepScalars) -> bool:
 
 
 def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
-    """The gradients, unscaled and clipped as the scalars say; the scalars are on the gradients' device.
+    """Return the gradients, unscaled and clipped by the scalars, which are on the gradients' device.
 
     On a CPU they are multiplied in place by a scale, as by torch's fused steps: new memory would cost more than the
     rest of the step. A clipping step leaves gradients as they are.
@@ -604,7 +604,7 @@ def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
 def split_by_remainder(
     params: Sequence[Tensor], remainders: Mapping[Tensor, Tensor]
 ) -> list[tuple[list[int] | None, list[Tensor] | None]]:
-    """Return indices of parameters without a remainder, then of those with one and the remainders.
+    """Return indices of parameters without a remainder, then of parameters with one and the remainders.
 
     None is for all parameters, or for no remainders.
     """
@@ -642,7 +642,7 @@ def _which(grads: Sequence[Tensor | None]) -> bytes:
 
 
 def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """The learning rate as kernels take it: a tensor on the device, or a number."""
+    """Return the learning rate as kernels take it: a tensor on the device, or a number."""
     if not isinstance(lr, Tensor):
         return lr
     value = host_value_or_none(lr.detach())

@@ -1,4 +1,4 @@
-"""Options for bfloat16 weights and state: how they are rounded, and what is kept of a float32 step beside them."""
+"""Options for bfloat16 weights and state: rounding, and the stored part of a float32 step."""
 
 from __future__ import annotations
 

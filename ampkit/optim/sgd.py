@@ -20,8 +20,8 @@ class SGD(DeviceStep, torch.optim.SGD):
     """`torch.optim.SGD` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied by the
-    scaler's factor, and moves 20 bytes per float32 element with momentum, 12 without. If `found_inf` is set it returns
-    at once: a skipped first step starts no momentum, the next one does. The step never synchronizes and can be captured
+    scaler's factor, and moves 20 bytes per float32 element with momentum, 12 without. If `found_inf` is set it changes
+    nothing: a skipped first step starts no momentum, the next one does. The step never synchronizes and can be captured
     in a CUDA graph. On a CPU `torch.optim`'s own functions step, with the results of `torch.optim.SGD` with the same
     arguments; on a CUDA device where Triton cannot run, plain tensor operations do. DTensors are updated shard by
     shard.
@@ -36,7 +36,7 @@ class SGD(DeviceStep, torch.optim.SGD):
         maximize: maximize the loss.
         foreach: choose among torch's functions on the CPU, as in torch.
         differentiable: must be False.
-        fused: accepted and ignored on the CPU, where results are those of `fused=False`: torch's fused SGD (2.13) does
+        fused: accepted and ignored on the CPU, where results equal `fused=False`: torch's fused SGD (2.13) does
             not change 16-bit parameters of 16 elements or more, and raises if some parameters have no momentum yet.
         impl: "auto", "triton" (raise where Triton cannot run) or "reference".
         max_grad_norm, rounding, masters, state_dtype, seed: as in `AdamW`.
@@ -117,7 +117,7 @@ class SGD(DeviceStep, torch.optim.SGD):
             multiplied(grads, scalars),
             buffers or [None] * len(params),
             foreach=group["foreach"],
-            fused=False,  # torch's fused one does not change some 16-bit parameters, among other faults
+            fused=False,  # torch's fused one leaves certain 16-bit parameters unchanged, among other faults
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],

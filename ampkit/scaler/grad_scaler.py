@@ -8,13 +8,13 @@ A step is skipped if a gradient is inf or NaN, or the norm is above `skip_above`
 1. `_maybe_opt_step` reads the flag and does not call the optimizer. `_step_on_device` calls an optimizer that skips on
    the device, with the flag. Parameters and optimizer state are as before the step.
 2. `_count` counts inf and NaN for `overflow_report`, while the gradients are there.
-3. `_note_step` notes the end of the step for `found_inf`, `stepped`, `stats` and `history`. It tells torch's learning
-   rate schedulers that `step` was called, and calls `on_stuck` if the scale can hardly fall further.
+3. `_note_step` notes the end of the step for `found_inf`, `stepped`, `stats` and `history`. It notifies torch's
+   learning rate schedulers that `step` was called, and calls `on_stuck` if the scale can hardly fall further.
 4. `update` lets the scale back off, unless only the norm was too large.
 
-Lightning, Accelerate, FSDP, Composer, fairscale and others ask for `isinstance(scaler, torch.amp.GradScaler)`, read and
-write private attributes of torch's class, and override its private methods. Those keep torch's names, shapes and
-callers.
+Lightning, Accelerate, FSDP, Composer, fairscale and others check `isinstance(scaler, torch.amp.GradScaler)`, read and
+write private attributes of torch's class, and override its private methods. These attributes and methods keep torch's
+names, shapes and callers.
 """
 
 from __future__ import annotations
@@ -78,23 +78,24 @@ class GradScaler(torch.amp.GradScaler):
     Takes the place of `torch.amp.GradScaler`: same methods, arguments, results and `state_dict`.
 
     Args:
-        device: device type that the script trains on; None: the current accelerator, else "cpu".
+        device: device type that the script trains on; None: the current accelerator, or "cpu" without one.
         init_scale: first scale.
         growth_factor: multiplies the scale after `growth_interval` updates without overflow; above 1.
         backoff_factor: multiplies the scale after an overflow; below 1.
         growth_interval: updates in a row without overflow before the scale grows.
         enabled: False turns every method into a pass-through.
-        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds or hysteresis,
+        loss_scale: a strategy instead of the four numbers above: `DynamicLossScale` with bounds or hysteresis,
             `StaticLossScale`, or `NoOpLossScale`; None: the four numbers.
         process_group: ranks that must skip together although each has other gradients (pipeline stages, hand-made
-            shards); None: those that DTensor and FSDP1 gradients name. DDP needs no group.
-        allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
+            shards); None: the ranks of DTensor and FSDP1 gradients. DDP needs no group.
+        allow_fp16: also unscale float16 gradients, for optimizers that keep float32 master weights.
         on_stuck: the reaction to gradients that overflow at `DynamicLossScale.stuck_scale` or below: "warn" once,
             "raise" `LossScaleStuckError`, or a function that is called with `ScalerStats`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
             a number or a multiple of the running median (`TimesMedian`); the scale does not change. The norm has the
-            order of `clip_grad_norm_` if that is 0, 1, 2 or inf, else order 2, and is taken over the `process_group`.
-            Without clipping, `unscale_` and `step` read the gradients once more for it. None: no limit.
+            order of `clip_grad_norm_` if that is 0, 1, 2 or inf, otherwise order 2, and is taken over the
+            `process_group`. Without clipping, `unscale_` and `step` read the gradients once more for it. None: no
+            limit.
 
     Raises:
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as in torch.
@@ -169,7 +170,7 @@ class GradScaler(torch.amp.GradScaler):
         for record in self._by_mark.values():
             record.end_iteration()
         self._by_mark = {}  # the records of this iteration's optimizers, by the mark on their gradients
-        self._outlier: Tensor | None = None  # whether a step of any optimizer was skipped for its norm alone
+        self._outlier: Tensor | None = None  # whether a step of any optimizer was skipped only for its norm
         self._used_scale: Tensor | None = None  # a copy of the scale that unscaled gradients
 
     @property
@@ -230,13 +231,13 @@ class GradScaler(torch.amp.GradScaler):
         return scale, growth_tracker
 
     def _first_state(self, device: torch.device) -> ScaleState:
-        """The scale and counters to begin with: the strategy's, or those that were loaded."""
+        """Return the scale and counters to begin with: the strategy's, or the loaded ones."""
         return self._rule.init(
             device, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
         )
 
     def _first_norms(self, optimizer: Any) -> Tensor | None:
-        """The norms that `TimesMedian` begins with for an optimizer: saved ones, if only one saved optimizer fits.
+        """Return the first norms of `TimesMedian` for an optimizer: saved ones, if only one saved optimizer fits.
 
         If several have its size it starts empty: with the norms of another optimizer it would skip good steps.
         """
@@ -251,11 +252,11 @@ class GradScaler(torch.amp.GradScaler):
         return norm_limit.first_norms(limit, fitting[0] if len(fitting) == 1 else ()).to(device)
 
     def _where(self) -> torch.device:
-        """The device where the scale is or will be. Ranks exchange flags there: NCCL takes no tensors on the CPU."""
+        """Return the device of the scale, now or later. Ranks exchange flags there: NCCL takes no CPU tensors."""
         return torch.device(self._device) if self._scale is None else self._scale.device
 
     def _scale_on(self, device: torch.device) -> Tensor:
-        """The scale; before it is on a device, a new tensor with its first value on `device`."""
+        """Return the scale; before it is on a device, a new tensor with its first value on `device`."""
         if self._scale is not None:
             return self._scale
         return torch.full((), self._init_scale, dtype=torch.float32, device=device)
@@ -366,7 +367,7 @@ class GradScaler(torch.amp.GradScaler):
         return flags
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        """Check gradients that stay scaled for inf and NaN; set the flags that `unscale_` would set."""
+        """Check gradients for inf and NaN and leave them scaled; set the flags that `unscale_` would set."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._record_of(optimizer)
         inv_scale, flag = self._inverse_scale()
@@ -457,11 +458,11 @@ class GradScaler(torch.amp.GradScaler):
                 which the norm is taken; None: this rank, and the other shards of DTensors.
 
         Returns:
-            The norm of all unscaled gradients before clipping, 0-d on the scale's device; float64 if one is, else
+            The norm of all unscaled gradients before clipping, 0-d on the scale's device; float64 if one is, otherwise
             float32.
 
         Raises:
-            AssertionError, ValueError, RuntimeError: as `unscale_`; RuntimeError also for FSDP1 without a group.
+            AssertionError, ValueError, RuntimeError: as `unscale_`, and RuntimeError for FSDP1 without a group.
             TypeError: `max_norm` is not a number.
             AttributeError: `optimizer` is not an optimizer.
         """
@@ -676,7 +677,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         skipped: bool | None,
     ) -> None:
-        """Note how a step ended, `skipped` None if only the device can tell, and call `on_stuck` if that is due."""
+        """Note how a step ended, `skipped` None if only the device has the flag, and call `on_stuck` if that is due."""
         if outlier is not None:
             only_outlier = (outlier != 0) & (found_inf == 0)
             self._outlier = only_outlier if self._outlier is None else self._outlier | only_outlier
@@ -706,9 +707,9 @@ class GradScaler(torch.amp.GradScaler):
             self._warn_once(
                 "idle",
                 f"{type(optimizer).__name__} has found no gradients in its first {_IDLE_STEPS} steps; its parameters "
-                "did not change. Expected gradients from backward() of a scaled loss. The optimizer may hold "
-                "parameters of another model, or parameters that are frozen or were replaced; the loss may be detached "
-                "from them; or zero_grad() is called between backward() and step().",
+                "did not change. Expected gradients from backward() of a scaled loss. Possible "
+                "causes: the optimizer holds parameters of another model, or parameters that are frozen or were "
+                "replaced, the loss is detached from them, or zero_grad() is called between backward() and step().",
             )
 
     def _count(
@@ -716,8 +717,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> bool | None:
         """Count inf and NaN for the report if the host can see that a step is skipped.
 
-        This comes before the step, which drops the gradients of master weights. Returns `skipped`, or for None what
-        the host can see.
+        This comes before the step, which drops the gradients of master weights. Returns `skipped`, or for None the
+        flag if the host has it.
         """
         if skipped is None:
             flag = host_value_or_none(found_inf)
@@ -849,7 +850,7 @@ class GradScaler(torch.amp.GradScaler):
         last = self._stepped_record_of(optimizer)
         if last.was_outlier is not None and bool(last.was_outlier != 0):
             return False
-        if last.skipped is None:  # only the device can tell
+        if last.skipped is None:  # only the device has the flag
             return bool(last.found_inf == 0)
         return not last.skipped
 
@@ -870,7 +871,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             A `ScalerStats`.
         """
-        if self._scale is None or self._history is None:  # the counts are those that were loaded, if any
+        if self._scale is None or self._history is None:  # the counts are the loaded ones, if any
             cpu = torch.device("cpu")
             return History(cpu, self._init_totals).totals(torch.full((), self.get_scale(), device=cpu))
         stats = self._history.totals(self._scale)
@@ -901,9 +902,9 @@ class GradScaler(torch.amp.GradScaler):
     def history(self) -> list[dict[str, Any]]:
         """The last 1,000 updates as plain dicts, oldest first. Synchronizes.
 
-        Keys: `update`, counted from 1; `scale`, the one that the iteration used; `overflow`; `grad_norm`; `outlier`,
-        whether a step was skipped for its norm alone. `grad_norm` is the result of `clip_grad_norm_`, without that call
-        the norm that `skip_above` judged, and None without either; of several calls and optimizers it is the largest.
+        Keys: `update` (counted from 1), `scale` (of the iteration), `overflow`, `grad_norm`, and `outlier` (whether a
+        step was skipped only for its norm). `grad_norm` is the result of `clip_grad_norm_`, or the norm for
+        `skip_above` without that call, or None. Of several calls and optimizers it is the largest.
         Empty before the first update, after `load_state_dict`, and when disabled.
         """
         return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
@@ -917,8 +918,8 @@ class GradScaler(torch.amp.GradScaler):
         cleared.
 
         Args:
-            model: the model whose names for parameters to use; None: those of an optimizer that was made with
-                `named_parameters()`, else group and position.
+            model: the model whose names for parameters to use; None: the names of an optimizer that was made
+                with `named_parameters()`, or group and position.
             optimizer: the optimizer whose last step to report; None: all optimizers.
 
         Returns:
@@ -944,8 +945,8 @@ class GradScaler(torch.amp.GradScaler):
     def check_ranks(self, process_group: Any = None) -> None:
         """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.
 
-        Under DDP all ranks see the same gradients, and the scaler exchanges nothing. Ranks still drift apart if one of
-        them loads another state, or steps parameters that DDP does not know. Call it now and then, after `update`. It
+        Under DDP all ranks have the same gradients, and the scaler exchanges nothing. Ranks still diverge if one of
+        them loads another state, or steps parameters outside DDP. Call it now and then, after `update`. It
         synchronizes: an all-reduce of eight numbers and two reads. No-op in a single process and when disabled.
 
         Args:
@@ -962,8 +963,8 @@ class GradScaler(torch.amp.GradScaler):
         if differing:
             ranges = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in differing.items())
             raise RuntimeError(
-                f"ranks have drifted apart: {ranges}. Load the same scaler state on all ranks, and name the ranks "
-                "that hold shards: GradScaler(process_group=...)"
+                f"the scalers of the ranks differ: {ranges}. Load the same scaler state on all ranks, and name the "
+                "ranks that hold shards: GradScaler(process_group=...)"
             )
 
     def _check_stuck(self, scale: float) -> None:
@@ -995,12 +996,12 @@ class GradScaler(torch.amp.GradScaler):
         """Return the state as plain Python values. Synchronizes; call it after `update()`.
 
         Returns:
-            torch's five entries, which torch.amp.GradScaler loads too, and "ampkit" with the strategy, its counters,
+            torch's five entries, which torch.amp.GradScaler can load, and "ampkit" with the strategy, its counters,
             the counts of `stats` and the norms of `TimesMedian`; `{}` when disabled.
         """
         if not self._enabled:
             return {}
-        # All entries are there before the first use too: torch.distributed.checkpoint loads no others.
+        # All entries exist before the first use: torch.distributed.checkpoint loads no others.
         if self._scale is None or self._history is None:
             counters = self._first_state(torch.device("cpu"))[2:]
             totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
@@ -1017,14 +1018,14 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch.amp.GradScaler. Does nothing when disabled. Never synchronizes.
 
-        The saved factors override the constructor's, as in torch. Unknown entries, and those of another kind of
+        The saved factors override the constructor's, as in torch. Unknown entries, and entries of another kind of
         strategy than this scaler's, are ignored with a warning. After an error nothing has been loaded.
 
         Args:
             state_dict: the result of `state_dict()`.
 
         Raises:
-            RuntimeError: `state_dict` is empty, as that of a disabled scaler.
+            RuntimeError: `state_dict` is empty, as from a disabled scaler.
             KeyError: entries are missing; the message names them.
             TypeError: an entry has another type.
             ValueError: a scale, a strategy or a count cannot be used.
@@ -1049,7 +1050,7 @@ class GradScaler(torch.amp.GradScaler):
             self._history = History(self._scale.device, new.totals)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings, and the state as numbers. Synchronizes."""
+        """Return the settings, and the state as numbers. Synchronizes."""
         fresh = object.__new__(GradScaler)
         fresh._start()
         state = {name: value for name, value in vars(self).items() if name not in vars(fresh)}
@@ -1083,7 +1084,7 @@ class GradScaler(torch.amp.GradScaler):
     if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Raise for a missing attribute, and say what replaces it if it is one of Apex's."""
+            """Raise for a missing attribute, and name its replacement if it is one of Apex's."""
             if name in _NAMES_OF_APEX:
                 instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
                 raise AttributeError(instead, name=name, obj=self)
@@ -1112,7 +1113,7 @@ def _refuse_capture(device: torch.device, what: str) -> None:
 
 
 def _device_type(device: str | torch.device | None) -> str:
-    """The type of a device or of its name; for None that of the current accelerator, else "cpu"."""
+    """Return the type of a device or of its name; for None the current accelerator's, or "cpu" without one."""
     if device is None:
         return current_device_type()
     if not isinstance(device, str | torch.device):
@@ -1132,7 +1133,7 @@ def _can_scale_on(device_type: str) -> bool:
 
 
 def _too_late(name: str) -> RuntimeError:
-    """The error for a method that was called after `step`."""
+    """Return the error for a method that was called after `step`."""
     return RuntimeError(
         f"{name}() is being called after step(). Call it between backward() and step(), and update() once all "
         "optimizers have stepped."

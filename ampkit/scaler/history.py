@@ -37,7 +37,7 @@ class ScalerStats:
         consecutive_skips: overflows since the last update without one.
         growths: updates that raised the scale.
         backoffs: updates that lowered the scale.
-        outliers: optimizer steps that were skipped for a norm above `skip_above` alone.
+        outliers: optimizer steps that were skipped only for a norm above `skip_above`.
     """
 
     scale: float
@@ -58,7 +58,7 @@ COUNTS = frozenset({*_COUNTED, "no_gradients"})
 
 
 class _Update(NamedTuple):
-    """One iteration: its scale, its flag, its norm, and whether a step was skipped for the norm alone, each 0-d."""
+    """One iteration: its scale, its flag, its norm, and whether a step was skipped only for the norm, each 0-d."""
 
     scale: Tensor
     found_inf: Tensor
@@ -83,7 +83,7 @@ class History:
         self._device = self._totals.device
         self.no_gradients = saved.get("no_gradients", 0)
         self._steps: list[Tensor] = []  # flags of inf and NaN
-        self._outliers: list[Tensor] = []  # flags of steps that were skipped for their norm alone
+        self._outliers: list[Tensor] = []  # flags of steps that were skipped only for their norm
         self._updates: list[_Update] = []
         self._rows: deque[_Update] = deque(maxlen=_ROWS)
 
@@ -152,7 +152,7 @@ class History:
         outliers = [zero if update.outlier is None else update.outlier for update in updates]
         scales = torch.stack([update.scale for update in updates])
         columns = scales, _overflows(updates), torch.stack(norms), torch.stack(outliers)
-        number = self._totals[:1].double().expand(len(updates))  # a column too, so that one read brings everything
+        number = self._totals[:1].double().expand(len(updates))  # as a column, so that one read is enough
         table = torch.stack([number, *(column.double() for column in columns)], dim=1).tolist()
         return [
             {

@@ -44,7 +44,7 @@ class ScaleState(NamedTuple):
 
 
 def number(argument: Any, name: str, *, whole: bool = False) -> float:
-    """A real number, or the one in a one-element tensor, as a Python number; `TypeError` for anything else."""
+    """Return a real number, or the one in a one-element tensor, as a Python number; `TypeError` for anything else."""
     value: Any = argument.item() if isinstance(argument, Tensor) and argument.numel() == 1 else argument
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
         raise TypeError(f"{name} is {value!r}; expected a {'whole number' if whole else 'number'}")
@@ -55,7 +55,7 @@ def number(argument: Any, name: str, *, whole: bool = False) -> float:
 
 
 def to_python_numbers(strategy: Any) -> None:
-    """Convert a dataclass's fields to Python numbers; `TypeError` if one is no number, or an int field no integer."""
+    """Convert a dataclass's fields to Python numbers; `TypeError` if one is not a number or an int is not whole."""
     for setting in fields(strategy):
         value = number(getattr(strategy, setting.name), setting.name, whole=setting.type == "int")
         object.__setattr__(strategy, setting.name, value)  # the dataclass is frozen
@@ -143,7 +143,7 @@ class DynamicLossScale(_LossScale):
             ("min_scale", SMALLEST_SCALE <= low <= LARGEST_SCALE, _RANGE),
             ("max_scale", low <= high <= LARGEST_SCALE, f"a number from min_scale ({low}) to {LARGEST_SCALE:.3g}"),
             ("init_scale", low <= self.init_scale <= high, f"a number from min_scale ({low}) to max_scale ({high})"),
-            ("hysteresis", 1 <= self.hysteresis <= 2**30, "1 (back off at once) or more, at most 2**30"),
+            ("hysteresis", 1 <= self.hysteresis <= 2**30, "1 (no hysteresis) or more, at most 2**30"),
         ):
             if not is_right:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
@@ -162,7 +162,7 @@ class StaticLossScale(_LossScale):
         scale: the scale, positive and finite in float32.
 
     Raises:
-        TypeError: `scale` is no number.
+        TypeError: `scale` is not a number.
         ValueError: `scale` is out of range.
 
     >>> StaticLossScale(128.0).init_scale
@@ -194,7 +194,7 @@ class StaticLossScale(_LossScale):
 
 @dataclass(frozen=True)
 class NoOpLossScale(StaticLossScale):
-    """No scaling: losses stay as they are; steps with non-finite gradients are still skipped.
+    """No scaling: losses are unchanged; steps with non-finite gradients are still skipped.
 
     For training in bfloat16 and float32.
 
@@ -213,7 +213,7 @@ _KINDS: dict[str, type[LossScale]] = {cls.kind: cls for cls in (DynamicLossScale
 
 
 def checked(strategy: LossScale | None) -> LossScale:
-    """The strategy, or for None the default one; `TypeError` for anything else."""
+    """Return the strategy, or for None the default one; `TypeError` for anything else."""
     if strategy is not None and type(strategy) not in _KINDS.values():
         inherits = " of a subclass, whose rule a checkpoint could not restore" * isinstance(strategy, LossScale)
         raise TypeError(
@@ -224,10 +224,10 @@ def checked(strategy: LossScale | None) -> LossScale:
 
 
 def from_numbers(strategy: LossScale | None, torchs_numbers: tuple[float, float, float, int]) -> LossScale:
-    """The strategy of a scaler that was made with a strategy or with torch's four numbers.
+    """Return the strategy of a scaler that was made with a strategy or with torch's four numbers.
 
     Raises:
-        TypeError: a strategy of another class, or something that is no number.
+        TypeError: a strategy of another class, or a value that is not a number.
         ValueError: both a strategy and numbers, or a number out of range.
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as in torch.
     """
@@ -254,17 +254,17 @@ def from_numbers(strategy: LossScale | None, torchs_numbers: tuple[float, float,
 
 
 def _settings(cls: type[LossScale]) -> list[str]:
-    """The names of a strategy's arguments, which a checkpoint saves."""
+    """Return the names of a strategy's arguments, which a checkpoint saves."""
     return [setting.name for setting in fields(cls) if setting.init]
 
 
 def to_dict(strategy: LossScale) -> dict[str, Any]:
-    """A strategy as plain Python values, for a checkpoint."""
+    """Return a strategy as plain Python values, for a checkpoint."""
     return {"kind": strategy.kind, **{name: getattr(strategy, name) for name in _settings(type(strategy))}}
 
 
 def from_dict(saved: Mapping[str, Any]) -> LossScale:
-    """The strategy that `to_dict` described.
+    """Return the strategy that `to_dict` described.
 
     Raises:
         TypeError: a number is none, or no integer.
@@ -279,6 +279,6 @@ def from_dict(saved: Mapping[str, Any]) -> LossScale:
     if set(values) != set(expected):
         raise ValueError(
             f"the saved loss scale ({kind}) has the fields {sorted(map(str, values))}; expected {expected}: it may "
-            "come from a newer ampkit"
+            "be from a newer ampkit"
         )
     return cls(**values)

@@ -31,7 +31,7 @@ _marks = itertools.count(secrets.randbits(62))
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """What a scaler notes about an optimizer, for as long as the optimizer lives.
+    """A scaler's record of an optimizer, for as long as the optimizer exists.
 
     Attributes:
         holds_shards: whether the optimizer holds shards of FSDP1.
@@ -41,8 +41,8 @@ class OptimizerRecord:
 
     Attributes of the last step:
         found_inf: the flag of inf or NaN, 0-d; None before the first step.
-        skipped: whether the host skipped the step; None: only the device can tell.
-        was_outlier: the flag of a norm above `skip_above`, which skips a step too, 0-d; None without `skip_above`.
+        skipped: whether the host skipped the step; None: only the device has the flag.
+        was_outlier: the flag of a norm above `skip_above`, which also skips a step, 0-d; None without `skip_above`.
         counts: numbers of inf and NaN in the gradients; None: not counted.
 
     Attributes of the iteration, from the first call with the optimizer to `update()`:
@@ -101,8 +101,8 @@ class OptimizerRecord:
 def renew_marks(by_mark: dict[int, OptimizerRecord]) -> None:
     """Renew the marks of gradients that parameters still have, with version counters, before a backward pass.
 
-    Backward may write other gradients into marked tensors: into these after `zero_grad(set_to_none=False)`, and into
-    those that DDP reuses with `gradient_as_bucket_view`. Their version counters then change.
+    Backward may write other gradients into marked tensors: after `zero_grad(set_to_none=False)`, and under DDP
+    with `gradient_as_bucket_view`. Their version counters then change.
     """
     for old, record in list(by_mark.items()):
         record.mark = next(_marks)
@@ -114,7 +114,7 @@ def renew_marks(by_mark: dict[int, OptimizerRecord]) -> None:
 
 
 def claim(grads: Sequence[Tensor], record: OptimizerRecord, by_mark: Mapping[int, OptimizerRecord]) -> None:
-    """Mark gradients as those of an optimizer.
+    """Mark gradients as an optimizer's.
 
     Args:
         grads: the gradients that an optimizer has.
@@ -132,9 +132,9 @@ def claim(grads: Sequence[Tensor], record: OptimizerRecord, by_mark: Mapping[int
             continue
         if version in (-1, grad._version):
             raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} came up for {type(record.optimizer).__name__} and belongs to "
-                f"{type(owner.optimizer).__name__} too, for which it was unscaled or used since the last update(): "
-                f"dividing it twice would ruin it. {_advice(owner.optimizer, record.optimizer)}"
+                f"{type(record.optimizer).__name__} and {type(owner.optimizer).__name__} share a gradient of shape "
+                f"{tuple(grad.shape)} that was unscaled for, or used by, {type(owner.optimizer).__name__} since the "
+                f"last update(); unscaling it again would be wrong. {_advice(owner.optimizer, record.optimizer)}"
             )
     mark = record.mark, -1
     for grad in grads:
@@ -150,6 +150,6 @@ def _advice(first: Any, second: Any) -> str:
                 "clip_grad_norm_, clip_grad_value_ and step"
             )
     return (
-        "Give each parameter to one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
-        "zero_grad(set_to_none=True) before the backward of each optimizer"
+        "Assign each parameter to one optimizer, pass the same object everywhere (a wrapper or the wrapped optimizer), "
+        "or call zero_grad(set_to_none=True) before the backward of each optimizer"
     )

@@ -72,7 +72,7 @@ class NonFiniteGradient(NamedTuple):
     """A parameter whose gradient was not finite.
 
     Args:
-        name: the model's name for it, or that of an optimizer made with `named_parameters()`, else "group 0,
+        name: the model's name for it, or the name in an optimizer made with `named_parameters()`, or "group 0,
             parameter 3".
         inf: number of elements that are inf; real and imaginary parts count each.
         nan: number of elements that are NaN, likewise.
@@ -128,12 +128,12 @@ class OverflowReport(tuple[NonFiniteGradient, ...]):
 
 
 def _module(name: str) -> str:
-    """The path of a parameter's module; if it has none, the parameter's name."""
+    """Return the path of a parameter's module; if it has none, the parameter's name."""
     return name.rpartition(".")[0] or name
 
 
 def report(gradients: Sequence[Counted], model: torch.nn.Module | None) -> OverflowReport:
-    """The report on all counted gradients, finite ones included. Reads the device once."""
+    """Return the report on all counted gradients, finite ones included. Reads the device once."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     order = {key: position for position, key in enumerate(names)}
     counts = [moved(count, gradients[0].nan.device) for each in gradients for count in (each.nonfinite, each.nan)]

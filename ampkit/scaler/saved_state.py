@@ -18,7 +18,8 @@ TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_g
 OWN_KEY = "ampkit"
 COUNTERS = ScaleState._fields[2:]
 _DEFAULT = DynamicLossScale()
-# Saved counts continue on the device, in int32 and int64: half of int32's range, and float64's, leave enough to go on.
+# Saved counts continue on the device, in int32 and int64: half of int32's range, and float64's, leave enough to
+# continue.
 _MOST_IN_A_ROW = 2**30
 _MOST_IN_TOTAL = 2**53
 
@@ -55,15 +56,15 @@ class Loadable:
 
 
 def loadable(state_dict: Any, rule: LossScale) -> Loadable:
-    """The state that `state_dict` describes, for a scaler with the strategy `rule`. Changes nothing.
+    """Return the state that `state_dict` describes, for a scaler with the strategy `rule`. Changes nothing.
 
     Warns about unknown entries, and about a strategy of another kind, whose numbers are ignored.
 
     Raises:
-        RuntimeError: `state_dict` is empty, as that of a disabled scaler.
+        RuntimeError: `state_dict` is empty, as from a disabled scaler.
         KeyError: entries are missing; the message names them.
         TypeError: an entry has another type.
-        ValueError: a number is out of range, or this version does not know one of ampkit's own entries.
+        ValueError: a number is out of range, or one of ampkit's own entries is unknown to this version.
     """
     entries = _mapping(state_dict, "scaler")
     if not entries:
@@ -72,7 +73,7 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
         )
     missing = [key for key in TORCH_KEYS if key not in entries]
     if "loss_scaler0" in entries:
-        raise KeyError("the scaler's state dict is that of Apex's amp; expected ampkit.amp.load_state_dict to load it")
+        raise KeyError("the state dict was saved by Apex's amp; expected ampkit.amp.load_state_dict to load it")
     if missing:
         raise KeyError(f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(TORCH_KEYS)}")
     own = _mapping(entries.get(OWN_KEY, {}), OWN_KEY, ("loss_scale", "counters", "totals", "norms"))
@@ -101,7 +102,7 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
 
 
 def usable_scale(value: Any, name: str) -> float:
-    """The value as a float; `TypeError` or `ValueError` if it is no number that can multiply losses."""
+    """Return the value as a float; `TypeError` or `ValueError` if it is not a number that can multiply losses."""
     number = scales.number(value, name)
     if not 0.0 < number <= sys.float_info.max:
         raise ValueError(f"{name} is {value}; expected a positive finite number: it multiplies every loss")
@@ -109,7 +110,7 @@ def usable_scale(value: Any, name: str) -> float:
 
 
 def _whole(value: Any, name: str, most: int) -> int:
-    """A saved count as an integer from 0 to `most`."""
+    """Return a saved count as an integer from 0 to `most`."""
     number = scales.number(value, f"the saved {name}")
     if number != number or not 0 <= number <= most or number != int(number):
         raise ValueError(f"the saved {name} is {value!r}; expected a whole number from 0 to {most}")
@@ -117,7 +118,7 @@ def _whole(value: Any, name: str, most: int) -> int:
 
 
 def _counts(saved: Any, entry: str, known: Collection[str], most: int) -> dict[str, int]:
-    """An entry that maps known names to counts."""
+    """Return an entry that maps the names in `known` to counts."""
     return {name: _whole(value, f"{name} of {entry!r}", most) for name, value in _mapping(saved, entry, known).items()}
 
 
@@ -138,13 +139,13 @@ def _norms(saved: Any) -> list[list[Any]]:
 
 
 def _mapping(value: Any, name: str, known: Collection[str] | None = None) -> Mapping[Any, Any]:
-    """The value, if it is a mapping; with `known`, one without other keys."""
+    """Return the value, if it is a mapping; with `known`, one without other keys."""
     if not isinstance(value, Mapping):
         raise TypeError(f"the saved {name!r} is {value!r}; expected a dict, as GradScaler.state_dict() returns it")
     unknown = [] if known is None else sorted(map(str, set(value) - set(known)))
     if unknown:
         raise ValueError(
-            f"the saved {name!r} has unknown entries {unknown}; expected {sorted(known or ())}: it may come from a "
+            f"the saved {name!r} has unknown entries {unknown}; expected {sorted(known or ())}: it may be from a "
             "newer ampkit"
         )
     return value

@@ -1,6 +1,6 @@
 """Limits for gradient norms, above which a step is skipped: a number, or a multiple of the running median.
 
-Norms are judged on the device; nothing here synchronizes with it.
+Norms are compared on the device; nothing here synchronizes with it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["TimesMedian", "checked", "first_norms", "is_outlier", "judge_", "siz
 class TimesMedian:
     """A limit for gradient norms: `factor` times the running median, for each optimizer by its own norms.
 
-    Finite norms of skipped steps count for the median too, so norms that stay large are accepted in the end.
+    Finite norms of skipped steps also count for the median, so lasting large norms are accepted in the end.
 
     Args:
         factor: multiplies the median; above 1.
-        window: number of last norms of which the median is taken, 8 to 65,536. Until an eighth of them is known, no
+        window: number of last norms of which the median is taken, 8 to 65,536. Until an eighth of them exists, no
             step is skipped.
 
     Raises:
-        TypeError: `factor` is no number, or `window` no integer.
+        TypeError: `factor` is not a number, or `window` not an integer.
         ValueError: one of them is out of range.
 
     >>> TimesMedian(10.0)
@@ -50,7 +50,7 @@ class TimesMedian:
 
 
 def first_norms(limit: TimesMedian, saved: Sequence[float] = ()) -> Tensor:
-    """The last norms to begin with, oldest first, on the CPU: those that were saved, after inf for missing ones."""
+    """Return the first norms, oldest first, on the CPU: the saved ones, after inf for missing ones."""
     kept = saved[-limit.window :]
     return torch.tensor([math.inf] * (limit.window - len(kept)) + [*kept], dtype=torch.float32, device="cpu")
 
@@ -67,18 +67,18 @@ def judge_(limit: TimesMedian, norms: Tensor, norm: Tensor) -> Tensor:
 
 
 def size(optimizer: Any) -> list[int]:
-    """The numbers of an optimizer's parameters and of their elements, by which its saved norms are found."""
+    """Return the numbers of an optimizer's parameters and of their elements, by which its saved norms are found."""
     counts = [param.numel() for param in parameters(optimizer)]
     return [len(counts), sum(counts)]
 
 
 def is_outlier(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """A flag: 1.0 if the norm is above the limit, inf or NaN; else 0.0."""
+    """Return a flag: 1.0 if the norm is above the limit, inf or NaN; otherwise 0.0."""
     return (~((norm <= limit) & torch.isfinite(norm))).float()
 
 
 def checked(limit: Any) -> float | TimesMedian | None:
-    """Check the argument `skip_above` of `GradScaler`; `TypeError` or `ValueError` if it is no limit."""
+    """Check the argument `skip_above` of `GradScaler`; `TypeError` or `ValueError` if it is not a limit."""
     if limit is None or isinstance(limit, TimesMedian):
         return limit
     if limit is TimesMedian:

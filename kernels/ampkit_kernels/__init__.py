@@ -10,7 +10,7 @@ The modules, in reading order:
     api             the public functions: contract, validation, choice of the implementation
     tensor_lists    validation: which tensors a list may hold, and the views that kernels take
     implementation  the choice: Triton or PyTorch for a device, and why
-    reference       every function in PyTorch: the CPU path, and what the kernels are compared with
+    reference       every function in PyTorch: the CPU path, and the reference for the kernels
     rounding        bfloat16 weights that lose no updates: formats, and the arithmetic in PyTorch
     float8_scaling  FP8: formats, and `quantize` in PyTorch
     triton_ops      every function as Triton kernels; its docstring has the map

@@ -1,7 +1,7 @@
 """The public operations: each validates its arguments, chooses an implementation and calls it.
 
 The contract of a function is its docstring here; the contracts of kernels are in the modules of `triton_ops`. The
-tensors of a `FlatList` are not checked again. `ampkit` calls these functions too.
+tensors of a `FlatList` are not checked again. `ampkit` calls the same functions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ from .tensor_lists import (
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
     """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
 
-    A value counts as non-finite when it comes in as inf or NaN, or when the multiplication makes it inf, which takes an
+    A value counts as non-finite if it is inf or NaN, or if the multiplication makes it inf, which requires an
     `inv_scale` above 1 (a loss scale below 1). The gradients are multiplied either way. Follows torch's operator
-    `_amp_foreach_non_finite_check_and_unscale_`, and like it leaves version counters alone. Never synchronizes. Moves
-    8 bytes per float32 element.
+    `_amp_foreach_non_finite_check_and_unscale_`, and like it does not change version counters. Never synchronizes.
+    Moves 8 bytes per float32 element.
 
     Args:
         grads: tensors of any shapes on one device: float32, float16, bfloat16, float64, complex (taken as real views)
@@ -86,7 +86,7 @@ def norm_and_check(
 ) -> Tensor:
     """Return the norm of all gradients times `inv_scale`, as of one vector, and set `found_inf` as `unscale_` would.
 
-    Gradients are only read. A finite gradient whose powers overflow sets no flag. Where powers of gradients times
+    Gradients are only read. A finite gradient whose powers overflow sets no flag. If powers of gradients times
     `inv_scale` overflow float32, the CPU path adds them up again in float64; other paths return inf. The same list on
     the same device gives the same bits every time, captured in a CUDA graph or not. Never synchronizes. Moves 4 bytes
     per float32 element; on a GPU without Triton 16, through float32 copies of 64 MiB or one gradient at a time.
@@ -95,12 +95,12 @@ def norm_and_check(
         grads: tensors as `unscale_` takes them. Every repetition in an expanded tensor counts. May be empty.
         inv_scale: the factor: one float32 element on the gradients' device.
         found_inf: the flag: one float32 element on the gradients' device. Set to 1.0 or left as it is, never cleared.
-        norm_type: the order of the norm. Triton computes 1, 2 and inf; any other order goes to PyTorch.
+        norm_type: the order of the norm. Triton computes 1, 2 and inf; PyTorch computes any other order.
         impl: which implementation computes; see `ampkit_kernels`.
 
     Returns:
-        A 0-d tensor on the gradients' device: float64 if any gradient is float64 or complex128, else float32. inf or
-        NaN where a gradient holds one; 0 for an empty list.
+        A 0-d tensor on the gradients' device: float64 if any gradient is float64 or complex128, otherwise float32.
+        inf or NaN if a gradient holds one; 0 for an empty list.
 
     Raises:
         TypeError: tensors of other dtypes or layouts, and DTensors.
@@ -183,9 +183,9 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: str = "auto") -> None:
     """Copy each source into its destination and convert its dtype: float32 masters to half copies, and back.
 
-    Rounds to nearest, ties to even, float64 to 16 bits through float32 as PyTorch's copy does. inf and NaN stay;
-    numbers beyond the destination's range become inf. Never synchronizes. Moves 6 bytes per element from float32 to
-    float16.
+    Rounds to nearest, ties to even, float64 to 16 bits through float32 as PyTorch's copy does. inf and NaN are
+    unchanged; numbers beyond the destination's range become inf. Never synchronizes. Moves 6 bytes per element from
+    float32 to float16.
 
     Args:
         sources: tensors as `unscale_` takes them; only read. May be empty.
@@ -230,8 +230,8 @@ def unscale_into_(
         destinations: as many tensors, of the same shapes, on the same device, of any such dtypes; overwritten. They
             share no memory with the sources.
         inv_scale: the factor: one float32 element on the tensors' device.
-        found_inf: the flag: one float32 element on the tensors' device. Set to 1.0 where a product is not finite, else
-            left as it is; sums are not checked.
+        found_inf: the flag: one float32 element on the tensors' device. Set to 1.0 if a product is not finite,
+            otherwise unchanged; sums are not checked.
         accumulate: add the products to the destinations.
         impl: which implementation computes; see `ampkit_kernels`.
 
@@ -283,7 +283,7 @@ def adamw_(
 
     AdamW is Loshchilov and Hutter's (https://arxiv.org/abs/1711.05101), its operations in the order of
     `torch.optim.AdamW(foreach=False)`. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored
-    value. inf and NaN in gradients are stepped with unless `found_inf` says otherwise. Never synchronizes. Moves 28
+    value. inf and NaN in gradients are used unless `found_inf` is set. Never synchronizes. Moves 28
     bytes per float32 element.
 
     Args:
@@ -297,24 +297,24 @@ def adamw_(
             parameters' device.
         lr: the learning rate: a number, or one element on the parameters' device.
         beta1, beta2: decay rates of the moments.
-        eps: what is added to the denominator.
+        eps: is added to the denominator.
         weight_decay: decoupled weight decay; each parameter shrinks by `lr * weight_decay` of itself.
         amsgrad: divide by the running maximum of the second moment.
         maximize: step up the gradient.
-        multiplier: each gradient is multiplied by this float32 element as it is read, say `inv_scale *
-            clip_coefficient`. None: 1.
+        multiplier: each gradient is multiplied by this float32 element as it is read, such as `inv_scale
+            * clip_coefficient`. None: 1.
         grad_scale: each gradient is divided by this float32 element as it is read. None: 1.
         found_inf: one float32 element; other than 0, nothing at all is written. None: always step.
         remainders: one float16 tensor per bfloat16 parameter; both together are one float32 number, which is stepped:
             see `ampkit_kernels.rounding`. Updated in place.
         streams: one int64 element per parameter, from which its bfloat16 values and moments are rounded at random: see
             `ampkit_kernels.rounding`. Advanced in place. None: round to nearest.
-        cache: keeps what kernels need for the next step over alike lists: one for each parameter group. Not used by
+        cache: keeps the launches for the next step over alike lists: one for each parameter group. Not used by
             PyTorch's operators.
         impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        TypeError: tensors of other dtypes or layouts, DTensors, moments of several dtypes, remainders beside parameters
+        TypeError: tensors of other dtypes or layouts, DTensors, moments of several dtypes, remainders for parameters
             that are not bfloat16.
         ValueError: lengths, shapes or devices that differ, lazily negated or conjugated tensors other than gradients, a
             scalar that is not one float32 element, or streams that are not int64.
@@ -376,7 +376,7 @@ def sgd_(
 ) -> None:
     """Take one SGD step over lists of tensors, from gradients that may still be scaled.
 
-    The operations and their order are those of `torch.optim.SGD(foreach=False)`, without dampening. Arithmetic, inf and
+    The operations and their order equal `torch.optim.SGD(foreach=False)`, without dampening. Arithmetic, inf and
     NaN as in `adamw_`. Never synchronizes. Moves 20 bytes per float32 element with momentum, 12 without.
 
     Args:
@@ -434,8 +434,8 @@ def quantize(
     """Convert a matrix to FP8 along its rows, along its columns, or both.
 
     A scale is the largest FP8 number over the largest magnitude (at least 1e-12) of its group: the matrix, or a row of
-    what is converted. No finite value is beyond FP8's range, and a group that holds an inf or NaN gets a NaN. Never
-    synchronizes. Moves 6 bytes per 16-bit element for both forms, 3 for rows alone.
+    the converted matrix. No finite value is beyond FP8's range, and a group that holds an inf or NaN gets a NaN. Never
+    synchronizes. Moves 6 bytes per 16-bit element for both forms, 3 for only rows.
 
     Args:
         x: [rows, columns]: float32, bfloat16 or float16, of any strides, not empty; only read. Tensors that are traced
@@ -445,7 +445,7 @@ def quantize(
         impl: which implementation computes; see `ampkit_kernels`.
 
     Returns:
-        `x` and `x.T` in FP8, each None where it was not asked for.
+        `x` and `x.T` in FP8, each None if it was not requested.
 
     Raises:
         ValueError: anything but such a matrix.
@@ -495,7 +495,7 @@ def _step_lists(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> dict[str, Sequence[Tensor]]:
-    """The lists that are not None as strided real floats, streams last, after checks of all lists and scalars."""
+    """Return the lists that are not None as strided real floats, streams last, after checking lists and scalars."""
     plain: dict[str, Sequence[Tensor]] = {}
     for name, tensors in by_name.items():
         if tensors is None:

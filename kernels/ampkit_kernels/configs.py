@@ -1,7 +1,7 @@
 """Launch parameters of kernels (`Config`), and the device, stream and thread that a launch belongs to.
 
-Each kernel's module has its own parameters, chosen from what the compiler reports for sm_80, sm_90 and sm_100: 128-bit
-accesses, no spills, and from sm_90 on all programs of a grid resident at once. `tests/kernels/aot_check.py` asserts
+Each kernel's module has its own parameters, chosen by the compiler's reports for sm_80, sm_90 and sm_100: 128-bit
+accesses, no spills, and from sm_90 on all programs of a grid resident together. `tests/kernels/aot_check.py` asserts
 this; `benchmarks/gpu.sh` compares them with others on a device.
 """
 
@@ -19,7 +19,8 @@ CURRENT_CUDA = torch.device("cuda")  # without an index: the current device of t
 
 
 def resident_programs(registers: int, num_warps: int) -> int:
-    """How many programs of a kernel a multiprocessor holds at once; registers are per thread, allocated in eights.
+    """Return how many programs of a kernel a multiprocessor holds together; registers are per thread, allocated in
+    eights.
 
     In a larger persistent grid some programs would wait until others have finished their whole share.
     """
@@ -63,7 +64,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work launched on this device now goes into a CUDA graph; torch only answers for the current device."""
+    """Whether work launched on this device now goes into a CUDA graph; torch supports only the current device."""
     if device.type != "cuda":
         return False
     if device.index is None:
@@ -73,6 +74,6 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def place(device: torch.device) -> tuple[torch.device, int, int]:
-    """The device, its current stream, and the thread: what a table of addresses belongs to."""
+    """Return the device, its current stream, and the thread, to which a table of addresses belongs."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return device, stream, threading.get_ident()

@@ -1,8 +1,8 @@
 """FP8 matrices: their formats (`Scaling`, `Quantized`), and `quantize` in plain PyTorch, for `reference`.
 
 `triton_ops/float8_quantize` has the kernels. A scale is ``largest / amax`` of its group, the whole matrix or one row,
-so no finite value is beyond FP8's range. Where the amax is infinite the scale is 0, and ``0 * inf`` is NaN: an overflow
-stays visible, where a plain cast to e4m3 turns inf into 448.
+so no finite value is beyond FP8's range. If the amax is infinite the scale is 0, and ``0 * inf`` is NaN: an overflow
+remains visible, whereas a plain cast to e4m3 turns inf into 448.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["Quantized", "Scaling", "quantize"]
 
-SMALLEST_AMAX = 1e-12  # of a group, so that zeros stay zeros and no scale is infinite
+SMALLEST_AMAX = 1e-12  # of a group, so that zeros remain zeros and no scale is infinite
 
 
 class Scaling(NamedTuple):
@@ -67,7 +67,7 @@ def _quantized(x: Tensor, scaling: Scaling) -> Quantized:
 
 
 def scale_of(amax: Tensor, scaling: Scaling) -> Tensor:
-    """The float32 factor for a group with this amax: 0 for inf, NaN for NaN."""
+    """Return the float32 factor for a group with this amax: 0 for inf, NaN for NaN."""
     # In float64, since compiled code divides float32 with an error of an ulp or two.
     scale = (torch.finfo(scaling.dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
     if not scaling.power_of_2:

@@ -1,7 +1,7 @@
 """The choice between Triton and PyTorch for a device, and the reason: Triton on a CUDA device that can run it.
 
-`impl="auto"` leaves the choice to this module; `"triton"` and `"reference"` are explicit requests, and one that cannot
-be met raises. Triton is imported at its first use, never when the package is imported. Even on a supported device
+`impl="auto"` leaves the choice to this module; `"triton"` and `"reference"` are explicit requests, and an impossible
+one raises. Triton is imported at its first use, never when the package is imported. Even on a supported device
 Triton may be unable to compile: without a C compiler or a writable cache folder its first launch raises, in images
 where PyTorch itself works. So one kernel is compiled before Triton is chosen.
 """
@@ -76,7 +76,7 @@ def _unsupported(device: torch.device) -> str | None:
 def _fault(device: torch.device) -> str | None:
     """Why Triton cannot compile for this CUDA device; None where it can.
 
-    Nothing but the host is used, so a CUDA graph may be captured meanwhile.
+    Uses only the host, so a CUDA graph may be captured at the same time.
     """
     try:
         from .triton_ops.unscale import compile_one
@@ -93,11 +93,11 @@ def _fault(device: torch.device) -> str | None:
 
 @functools.cache
 def _warn_of(fault: str) -> None:
-    warnings.warn(f"ampkit uses PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=4)
+    warnings.warn(f"ampkit uses PyTorch's operators instead of its Triton kernels: {fault}", stacklevel=4)
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:
-    """Return whether a call with this `impl` on this device goes to Triton. Never synchronizes.
+    """Return whether a call with this `impl` on this device runs in Triton. Never synchronizes.
 
     Args:
         impl: "auto", "triton" or "reference".
@@ -133,7 +133,7 @@ def _serves(device: torch.device) -> bool:
 
 
 def select(impl: str, device: torch.device) -> ModuleType:
-    """The module whose functions compute: `triton_ops` or `reference`, which have functions of the same names."""
+    """Return the module whose functions compute: `triton_ops` or `reference`, with functions of the same names."""
     if not uses_triton(impl, device):
         return reference
     from . import triton_ops

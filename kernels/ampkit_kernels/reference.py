@@ -1,4 +1,4 @@
-"""Every operation of this package in plain PyTorch: the CPU path, and the oracle for the Triton kernels.
+"""Every operation of this package in plain PyTorch: the CPU path, and the reference for the Triton kernels.
 
 Nothing here synchronizes. On the CPU, branches are taken on the host (values are read through NumPy, so that tests
 that count `.item()` calls see none); on other devices the same decisions are made with tensor arithmetic. The functions
@@ -29,12 +29,12 @@ def is_on_host(scalar: Tensor) -> bool:
 
 
 def host_value(scalar: Tensor) -> float:
-    """The number in a one-element CPU tensor, read from memory: no dispatch, nothing to wait for."""
+    """Return the number in a one-element CPU tensor, read from memory: no dispatch, nothing to wait for."""
     return scalar.numpy().item()
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """max |x| of each nonempty tensor, as one vector: float64 if any tensor is, else float32; NaN wins, then inf."""
+    """Return max |x| of each nonempty tensor, as a vector: float64 if a tensor is, or float32; NaN wins, then inf."""
     filled = [t for t in tensors if t.numel()]
     dtype = torch.float64 if torch.float64 in set(map(_DTYPE, filled)) else torch.float32  # Metal has no fp64
     if not filled:
@@ -118,7 +118,7 @@ def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
 def norm_and_clip_factor(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, max_norm: float | Tensor, norm_type: float = 2.0
 ) -> tuple[Tensor, Tensor]:
-    """The norm, and the factor that unscales and clips; see `ampkit_kernels.norm_and_clip_factor`."""
+    """Return the norm, and the factor that unscales and clips; see `ampkit_kernels.norm_and_clip_factor`."""
     norm = norm_and_check(grads, inv_scale, found_inf, norm_type)
     return norm, clip_factor(norm, inv_scale, max_norm)
 
@@ -147,7 +147,7 @@ def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float
     for group in by_dtype(grads):
         is_half = group[0].dtype.itemsize == 2
         for part in _parts(group):
-            # A 0-d factor would leave the products in 16 bits.
+            # A 0-d factor would give 16-bit products.
             products = [g * factor[None] for g in part] if is_half else torch._foreach_mul(part, factor)
             norms += torch._foreach_norm(products, norm_type, dtype=dtype)
             del products  # before the next copies are made
@@ -155,7 +155,7 @@ def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, at most `COPIED` elements at a time, or one tensor that has more."""
+    """Yield the tensors in order, at most `COPIED` elements at a time, or one tensor that has more."""
     part: list[Tensor] = []
     n = 0
     for t in tensors:
@@ -168,7 +168,7 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _unscaled_is_finite(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
-    """Whether every element is finite and stays finite in its own dtype when it is multiplied by `inv_scale`."""
+    """Return whether every element is finite, and finite in its own dtype when it is multiplied by `inv_scale`."""
     finite = torch.ones((), dtype=torch.bool, device=inv_scale.device)
     for group in by_dtype(grads):
         # Rounding keeps order, so the largest magnitude is the first to overflow.
@@ -255,7 +255,7 @@ def adamw_(
 ) -> None:
     """One AdamW step, rounded once per stored value; see `ampkit_kernels.adamw_`, and `rounding`.
 
-    The operations and their order are those of `torch.optim.AdamW(foreach=False)`, so that float32 and float64 results
+    The operations and their order equal `torch.optim.AdamW(foreach=False)`, so that float32 and float64 results
     are equal to torch's bit for bit on the CPU. `cache` is not used.
     """
     if _skips_on_host(found_inf):
@@ -297,7 +297,7 @@ def sgd_(
 ) -> None:
     """One SGD step, rounded once per stored value; see `ampkit_kernels.sgd_`, and `rounding`.
 
-    The operations and their order are those of `torch.optim.SGD(foreach=False)`. `cache` is not used.
+    The operations and their order equal `torch.optim.SGD(foreach=False)`. `cache` is not used.
     """
     if _skips_on_host(found_inf):
         return
@@ -322,10 +322,10 @@ def sgd_(
 
 
 def _pieces(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[dict[str, Tensor], Tensor | None, bool]]:
-    """The tensors of each parameter by the name of their list; large parameters in pieces.
+    """Yield the tensors of each parameter by the name of their list; large parameters in pieces.
 
-    Each piece comes with the numbers of its elements, for random bits (None where it is the whole parameter), and with
-    whether it is the parameter's last. Pieces are ranges of memory, or where the tensors' strides differ, ranges of the
+    Each piece comes with the numbers of its elements, for random bits (None for a whole parameter), and with
+    whether it is the parameter's last. Pieces are ranges of memory, or if the tensors' strides differ, ranges of the
     longest dimension.
     """
     for tensors in zip(*lists.values(), strict=True):
@@ -363,9 +363,9 @@ def _device_flag(found_inf: Tensor | None) -> Tensor | None:
 
 
 def _count_and_rate(step: Tensor, lr: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
-    """This step's count and the learning rate: numbers where the host can read both, else float64 tensors.
+    """Return this step's count and the learning rate: numbers if the host can read both, or float64 tensors.
 
-    A rate that is a number stays one.
+    A rate that is a number remains one.
     """
     rate = lr.detach() if isinstance(lr, Tensor) else lr
     if is_on_host(step) and (not isinstance(rate, Tensor) or is_on_host(rate)):
@@ -380,7 +380,7 @@ def _scalar(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor |
 def _incoming(
     grad: Tensor, acc: torch.dtype, maximize: bool, multiplier: Tensor | None, grad_scale: Tensor | None
 ) -> Tensor:
-    """The gradient that the update uses: widened, multiplied, divided, negated."""
+    """Return the gradient that the update uses: widened, multiplied, divided, negated."""
     g = grad.to(acc)
     if multiplier is not None:
         g = g * multiplier.to(g.device, acc)
@@ -401,14 +401,14 @@ def _store(
     numbers: Tensor | None,
     is_last: bool,
 ) -> None:
-    """Write new values, or where a device flag says skip, the old values again.
+    """Write new values, or the old values again if a device flag is set.
 
     Args:
         values: old and new parameter, then old and new state; without a remainder, bfloat16 values are rounded by the
             stream, if there is one.
         exact: old and new counts.
-        skip: what `_device_flag` returned.
-        row, numbers, is_last: what `_pieces` yielded.
+        skip: the result of `_device_flag`.
+        row, numbers, is_last: an item of `_pieces`.
     """
     p, new_p = values[0]
     if "remainders" in row:

@@ -1,15 +1,15 @@
 """bfloat16 weights that lose no updates: stochastic rounding, and remainders that make a weight float32 again.
 
 This module defines both formats and computes them in PyTorch. `triton_ops/device_rounding` computes the same bits in
-kernels; both use integers alone.
+kernels; both use only integers.
 
 bfloat16 is the upper half of a float32 pattern. Rounding to nearest loses every update below half its spacing, which is
 1/512 to 1/256 of a weight. Two ways not to lose it:
 
 *Stochastic rounding* adds a number from 0 to 65,535 to the pattern and cuts the lower half off. A value goes up with
 probability `lower half / 65536`, so that the mean of many roundings is exactly the value; a value that bfloat16 holds
-stays. Beyond the largest finite number, where one neighbor is inf, values are rounded to nearest: only values that
-float32's own conversion turns into inf become inf. inf and NaN stay.
+is unchanged. Beyond the largest finite number, where one neighbor is inf, values are rounded to nearest: only values
+that float32's own conversion turns into inf become inf. inf and NaN are unchanged.
 
 *Remainders* round to nearest, ties away from 0 (adding 0x8000 to the pattern), and keep the difference as a signed
 int16: `pattern = (weight << 16) + remainder`, for every float32 except NaN, whose remainder is 0. With ties to even the
@@ -23,9 +23,9 @@ Random numbers are a function of a *stream*, one int64 element per parameter, an
 Every step that is not skipped adds an odd constant to the stream. Its mixed halves are keys of a 32-bit mixing function
 (the finalizer of MurmurHash3) that is applied twice to the number: `mix(mix(number ^ key0) ^ key1)` gives 16 bits for
 the weight and 16 for its first moment; with another last key it gives the bits for the second moment and its maximum.
-Elements 2**32 apart in one tensor share their bits. There is no other input: a rerun, a resumed run, a replayed CUDA
-graph and every replica of a weight round alike. During a step, an optimizer adds the number of a DTensor's shard to the
-upper half of the stream.
+Elements at a distance of 2**32 in one tensor share their bits. Nothing else is an input: a rerun, a resumed run, a
+replayed CUDA graph and every replica of a weight round alike. During a step, an optimizer adds the number of a
+DTensor's shard to the upper half of the stream.
 """
 
 import hashlib
@@ -34,20 +34,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-STEP = 0x9E3779B97F4A7C15 - 2**64  # what a step adds to a stream: 2**64 over the golden ratio, as a signed number
+STEP = 0x9E3779B97F4A7C15 - 2**64  # added to a stream by a step: 2**64 over the golden ratio, as a signed number
 HALF = 0x8000
 REMAINDER = torch.float16  # the dtype of tensors that hold remainders
 _UINT32 = 2**32 - 1
 
 
 def stream(seed: int, number: int, device: torch.device) -> Tensor:
-    """The stream of parameter `number` of an optimizer: one int64 element."""
+    """Return the stream of parameter `number` of an optimizer: one int64 element."""
     digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
     return torch.full((), int.from_bytes(digest, "big", signed=True), dtype=torch.int64, device=device)
 
 
 def element_numbers(like: Tensor, strides: Sequence[int], first: int = 0) -> Tensor:
-    """The number in memory of every element of `like`, whose first is `first`, under `strides` (`dense_strides`)."""
+    """Return the number in memory of every element of `like`, from `first` on, under `strides` (`dense_strides`)."""
     numbers = torch.full((), first, dtype=torch.int64, device=like.device)
     for size, stride in zip(like.shape, strides, strict=True):
         numbers = numbers.unsqueeze(-1) + torch.arange(size, device=like.device) * stride
@@ -55,7 +55,7 @@ def element_numbers(like: Tensor, strides: Sequence[int], first: int = 0) -> Ten
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, or of its dense copy where it has gaps or repetitions."""
+    """Return the strides of a tensor, or of its dense copy where it has gaps or repetitions."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
@@ -93,13 +93,13 @@ def rounded(x: Tensor, bits: Tensor | int) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bfloat16 weight of a float32 master, and its remainder in a float16 tensor."""
+    """Return the bfloat16 weight of a float32 master, and its remainder in a float16 tensor."""
     weight = rounded(master, HALF)
     return weight.bfloat16(), (master.view(torch.int32) - weight.view(torch.int32)).to(torch.int16).view(REMAINDER)
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master of a bfloat16 weight and its remainder."""
+    """Return the float32 master of a bfloat16 weight and its remainder."""
     remainder = remainder.view(torch.int16)
     remainder = torch.where(weight == 0, remainder.clamp(min=0), remainder)
     return (weight.float().view(torch.int32) + remainder).view(torch.float32)

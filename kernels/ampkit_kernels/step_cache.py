@@ -44,7 +44,7 @@ class StepCache:
 
     Pass one to `adamw_` or `sgd_` for each parameter group. The next step calls `fits` and then `launch`, which
     validates nothing; where `fits` is False, take the step as the first one, which fills the cache again. `fits`
-    compares types, dtypes, sizes and layouts of parameters and gradients, and those of other lists unless they hold the
+    compares types, dtypes, sizes and layouts of parameters and gradients, and of other lists unless they hold the
     same objects at the same addresses. Addresses are sent where they differ. A cache belongs to the device, stream and
     thread of the step that filled it, and never fits while a CUDA graph is being captured. It keeps no tensor alive.
     """
@@ -122,7 +122,7 @@ class StepCache:
 
 
 def _facts(tensors: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int], Any, bool]:
-    """What a kernel relies on beside addresses: dtypes, bytes, layouts, and whether all tensors are plain.
+    """Return a list's properties other than addresses: dtypes, bytes, layouts, and whether all tensors are plain.
 
     The layouts are shapes and strides, or None where all tensors are contiguous.
     """

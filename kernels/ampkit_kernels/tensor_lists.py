@@ -22,8 +22,8 @@ class FlatList(list[Tensor]):
     """A checked list, whose tensors no operation of this package checks again.
 
     Plain contiguous float tensors of one dtype on one device, none lazily negated, each with elements and memory of its
-    own. `addresses` and `sizes`, in bytes, are read when the list is made: use the list at once, and neither change nor
-    keep it.
+    own. `addresses` and `sizes`, in bytes, are read when the list is made: use the list immediately, and neither change
+    nor keep it.
     """
 
     addresses: list[int]
@@ -31,7 +31,7 @@ class FlatList(list[Tensor]):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "FlatList | None":
-        """The tensors as such a list; None if they do not qualify."""
+        """Return the tensors as such a list; None if they do not qualify."""
         # Sets over mapped accessors are the cheapest way to examine a thousand tensors. Tensors that are not strided
         # have no contiguity, and some no address: these calls raise.
         try:
@@ -55,17 +55,17 @@ class FlatList(list[Tensor]):
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The address of each tensor's first element."""
+    """Return the address of each tensor's first element."""
     return tensors.addresses if type(tensors) is FlatList else list(map(Tensor.data_ptr, tensors))
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The size of each tensor in bytes."""
+    """Return the size of each tensor in bytes."""
     return tensors.sizes if type(tensors) is FlatList else list(map(_NBYTES, tensors))
 
 
 def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
-    """The same numbers as strided, real, floating-point tensors that share the originals' storage.
+    """Return the same numbers as strided, real, floating-point tensors that share the originals' storage.
 
     Of a sparse COO tensor the values as they are stored (coalesce first where duplicates must be added up); of a
     complex tensor `view_as_real` of its memory, without a lazy conjugation. Raises TypeError for other tensors that are
@@ -108,7 +108,7 @@ def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors grouped by dtype, in order within each group."""
+    """Return the tensors grouped by dtype, in order within each group."""
     if type(tensors) is FlatList:
         return [tensors]
     if len(set(map(_DTYPE, tensors))) == 1:
@@ -125,7 +125,7 @@ def all_aligned(addresses: Sequence[int]) -> bool:
 
 
 def resolved(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with lazy conjugation and negation resolved, for lists whose signs matter."""
+    """Return the tensors with lazy conjugation and negation resolved, for lists whose signs matter."""
     if not any(map(Tensor.is_conj, tensors)) and not any(map(Tensor.is_neg, tensors)):
         return list(tensors)
     return [t.resolve_conj().resolve_neg() for t in tensors]
@@ -143,7 +143,7 @@ def check_resolved(op: str, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def unrepeated(t: Tensor, op: str) -> Tensor:
-    """The view of `t` with every stored element once: dimensions of stride 0 are cut to length 1.
+    """Return the view of `t` with every stored element once: dimensions of stride 0 are cut to length 1.
 
     An in-place operation on an expanded tensor would otherwise change an element once per repetition.
     """
@@ -197,7 +197,7 @@ def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
     """Refuse a list on several devices: a launch runs on one."""
     if not tensors or type(tensors) is FlatList:
         return
-    # Device indices (-1 where there is none) are far cheaper to collect than device objects.
+    # Device indices (-1 without one) are far cheaper to collect than device objects.
     indices = set(map(Tensor.get_device, tensors))
     if len(indices) == 1 and (indices != {-1} or len(set(map(_IS_CPU, tensors))) == 1):
         return

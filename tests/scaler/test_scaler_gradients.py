@@ -106,7 +106,7 @@ def test_a_gradient_of_two_optimizers_is_refused(make, first, second, scaled) ->
             scaler.scale(own.sum()).backward()
         seen = [(param.detach().clone(), param.grad.clone()) for param in (shared, own)]
         name, wraps = type(inner).__name__, isinstance(other, Wrapper)
-        names = rf"came up for {type(other).__name__} and belongs to {name} too, .* since the last update"
+        names = rf"{type(other).__name__} and {name} share a gradient .* since the last update"
         advice = f"Wrapper wraps {name}: pass one" if wraps else "Give each parameter"
         with pytest.raises(RuntimeError, match=rf"{names}.* {advice}"):
             getattr(scaler, second)(other, *[1e9] * (second == "clip_grad_norm_"))
@@ -120,7 +120,7 @@ def test_a_wrapper_may_come_first_and_what_it_wraps_second() -> None:
     scaler, (param, inner) = started(GradScaler, 2.0), one_parameter(grad=4.0)
     outer = Wrapper(inner)
     scaler.unscale_(outer)
-    with pytest.raises(RuntimeError, match=r"came up for SGD and belongs to Wrapper too.* Wrapper wraps SGD: pass one"):
+    with pytest.raises(RuntimeError, match=r"SGD and Wrapper share a gradient.* Wrapper wraps SGD: pass one"):
         scaler.step(inner)
     assert (param.item(), param.grad.item()) == (1.0, 2.0)
     scaler.step(outer)

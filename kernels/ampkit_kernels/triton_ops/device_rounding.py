@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
-    """The finalizer of MurmurHash3, on uint32."""
+    """Return the finalizer of MurmurHash3, on uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -26,7 +26,7 @@ def advance_streams(addresses, n, tensors, mask, COLUMN: tl.constexpr):
 
 @triton.jit
 def stream_keys(addresses, n, tensor, base, COLUMN: tl.constexpr):
-    """The number of a chunk's first element, and its tensor's three keys in this step."""
+    """Return the number of a chunk's first element, and its tensor's three keys in this step."""
     stream = tl.load(tl.load(addresses + COLUMN * n + tensor).to(tl.pointer_type(tl.int64)))
     low, high = stream.to(tl.uint32), (stream >> 32).to(tl.uint32)
     key0 = mix(low ^ mix(high))
@@ -63,13 +63,13 @@ def rounded_for(p, x, bits):
 
 @triton.jit
 def joined(weight, remainder):
-    """The float32 masters of weights, which are widened to float32, and remainders, which are widened to int32."""
+    """Return float32 masters from weights, converted to float32, and remainders, converted to int32."""
     remainder = tl.where(weight == 0.0, tl.maximum(remainder, 0), remainder)
     return (weight.to(tl.int32, bitcast=True) + remainder).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def split(master):
-    """The weights of float32 masters, still in float32, and the remainders, in int32."""
+    """Return the weights (rounded, still in float32) and the remainders (int32) of float32 masters."""
     weight = rounded(master, 0x8000)
     return weight, master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)

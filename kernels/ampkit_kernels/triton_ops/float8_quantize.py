@@ -1,12 +1,15 @@
 """quantize: convert a matrix to FP8 along its rows, its columns, or both.
 
-Contract. x[rows, columns]: float32, bfloat16 or float16, of any strides, not empty. The result is that of
+Contract. x[rows, columns]: float32, bfloat16 or float16, of any strides, not empty. The result equals
 `..float8_scaling.quantize`, contiguous. Amaxes are maxima of the bits without the sign, which order like magnitudes,
 NaN above inf. Needs compute capability 8.9; older devices get PyTorch's operators. On 8.9 itself Triton converts
 through float16, which rounds some values twice. Does not synchronize.
 
-Bytes per 16-bit element: with one scale, 2 to find it and 4 for both forms, in two launches; with scales of rows and of
-columns, 3 and 3 in two launches, the columns' amaxes found while the rows are cast; rows alone 3 in one launch.
+Bytes per 16-bit element:
+
+- with one scale: 2 to find it and 4 for both forms, in two launches;
+- with scales of rows and of columns: 3 and 3 in two launches, the columns' amaxes found while the rows are cast;
+- with scales of only rows: 3 in one launch.
 """
 
 import functools
@@ -29,7 +32,7 @@ LONGEST = 1 << 30  # rows or columns, whose numbers and the numbers of a tile be
 MOST_PROGRAMS = 65535  # in the second dimension of a grid, and in the third
 FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 # Triton specializes on addresses that are multiples of 16 bytes, and all addresses here are: there is one variant for
-# each set of constants. With ALIGNED, sizes are in units of 16: the compiler knows that rows start at such addresses.
+# each set of constants. With ALIGNED, sizes are in units of 16: the compiler infers that rows start at such addresses.
 _jit_kernel = triton.jit(do_not_specialize=["rows", "columns", "n"])
 _SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_AMAX)
 
@@ -177,7 +180,7 @@ def _converts(device: torch.device) -> bool:
 
 
 def _amax(x: Tensor) -> Tensor:
-    """The bits of the largest magnitude."""
+    """Return the bits of the largest magnitude."""
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
     grid = (min(triton.cdiv(x.numel(), CONFIG.block), CONFIG.programs(x.device)),)
     amax_kernel[grid](x, amax, x.numel(), BLOCK=CONFIG.block, num_warps=CONFIG.num_warps, enable_fp_fusion=False)
@@ -185,7 +188,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _by_rows(x: Tensor, scaling: Scaling | None, *, finds_columns: bool) -> tuple[Quantized | None, Tensor]:
-    """The rows in FP8, and the bits of the largest magnitude of each column."""
+    """Return the rows in FP8, and the bits of the largest magnitude of each column."""
     rows, columns = x.shape
     casts = scaling is not None
     amaxes = torch.zeros(columns if finds_columns else 0, dtype=torch.int32, device=x.device)
@@ -215,7 +218,7 @@ def _by_rows(x: Tensor, scaling: Scaling | None, *, finds_columns: bool) -> tupl
 def _by_tiles(
     x: Tensor, scaling: Scaling, amax: Tensor, *, casts: bool, transposes: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """`x` and `x.T` in FP8 by one scale, or `x.T` alone by the scales of columns."""
+    """Return `x` and `x.T` in FP8 by one scale, or only `x.T` by the scales of columns."""
     rows, columns = x.shape
     scale = torch.empty(amax.shape, device=x.device)
     q = x.new_empty(x.shape if casts else 0, dtype=scaling.dtype)
@@ -246,7 +249,7 @@ def _by_tiles(
 
 
 def _constants(scaling: Scaling | None) -> dict:
-    """A kernel's constants for a scaling; without one, the constants of a kernel that casts nothing."""
+    """Return a kernel's constants for a scaling; without one, the constants of a kernel that casts nothing."""
     dtype = torch.float8_e4m3fn if scaling is None else scaling.dtype
     power_of_2 = scaling is not None and scaling.power_of_2
     return {"LARGEST": torch.finfo(dtype).max, "POWER_OF_2": power_of_2, "DTYPE": FP8[dtype]}

@@ -37,13 +37,13 @@ def jit_kernel(function: Callable[..., None]) -> Any:
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """The type of the arithmetic on `dtype`: float64 for float64, else float32."""
+    """Return the type of the arithmetic on `dtype`: float64 for float64, otherwise float32."""
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
 @functools.cache
 def list_constants(dtype: torch.dtype) -> dict[str, Any]:
-    """The constants of a kernel that walks one list of this dtype."""
+    """Return the constants of a kernel that walks one list of this dtype."""
     return {"DTYPE": TRITON_DTYPES[dtype], "ACC": accumulator(dtype), "ITEMSIZE": dtype.itemsize}
 
 
@@ -69,7 +69,7 @@ def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[
 
 
 def flat_rows(*lists: Sequence[Tensor]) -> tuple[Sequence[int], list[int], list[int]]:
-    """The rows of parallel lists that kernels can address, the rows left to PyTorch, and the rows without elements.
+    """Return the rows of parallel lists for kernels, the rows for PyTorch, and the rows without elements.
 
     A kernel addresses a row as flat memory: its tensors are dense and have the same strides.
     """
@@ -95,5 +95,5 @@ def flat_rows(*lists: Sequence[Tensor]) -> tuple[Sequence[int], list[int], list[
 
 
 def pick(tensors: Sequence[Tensor], rows: Sequence[int]) -> Sequence[Tensor]:
-    """The tensors of these rows, in the rows' order."""
+    """Return the tensors of these rows, in the rows' order."""
     return tensors if len(rows) == len(tensors) else [tensors[i] for i in rows]

@@ -3,7 +3,7 @@
 Contract. grads: dense CUDA tensors of any float dtype at any element-aligned address, none empty; only
 read. inv_scale, found_inf: one float32 element each; found_inf is set as `unscale_` sets it, element by
 element: a sum of squares that overflows sets nothing. Orders 1, 2 and inf. Result: 0-d, float64 if any
-gradient is, else float32; NaN where a value is NaN. Two stages without atomics: each program writes one
+gradient is, otherwise float32; NaN if a value is NaN. Two stages without atomics: each program writes one
 partial (float32 lanes, float64 across programs), one program adds the partials in order; equal lists
 give equal bits on equal devices. That program also writes the clip factor, if requested. Does not synchronize.
 
@@ -92,7 +92,7 @@ def norm_kernel(
             largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
         b += tl.num_programs(0)
     if ORDER == 0:
-        # A maximum over lanes drops NaN; a sum of x - x would show NaN, but inf too. So NaNs are counted.
+        # A maximum over lanes drops NaN; a sum of x - x would show NaN, but also inf. So NaNs are counted.
         n_nan = tl.sum((total != total).to(tl.int32), axis=0)
         partial = tl.where(n_nan > 0, float("nan"), tl.max(total, axis=0))
         worst = partial
@@ -143,7 +143,7 @@ def finish_kernel(
             coefficient = 1.0 / (rounded + 1e-6) * tl.full((), max_norm, tl.float64)
         else:
             coefficient = tl.div_rn(1.0, rounded + 1e-6) * tl.full((), max_norm, tl.float32)
-        coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays NaN
+        coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN remains NaN
         tl.store(factor_ptr, (tl.load(inv_scale_ptr).to(rounded.dtype) * coefficient).to(tl.float32))
 
 
@@ -178,7 +178,7 @@ def norm_and_clip_factor(
 def _launch(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The norm of gradients in flat memory, for an order of `KERNEL_NORMS`; and the factor that unscales and clips.
+    """Return the norm of gradients in flat memory, for an order of `KERNEL_NORMS`, and the unscale-and-clip factor.
 
     The factor is 0-d float32; without a `max_norm`, `inv_scale` itself.
     """

@@ -1,7 +1,7 @@
 """adamw_ and sgd_: a step from gradients that may still be scaled. Two rules of one kernel.
 
 Contract, per tensor, with g = sign * gradient * multiplier / grad_scale. AdamW, as `torch.optim.AdamW` computes it
-(https://arxiv.org/abs/1711.05101); with amsgrad the last line has the running maximum of v in place of v:
+(https://arxiv.org/abs/1711.05101); with amsgrad the last line has the running maximum of v instead of v:
 
     step <- step + 1
     p <- p * (1 - lr * weight_decay)
@@ -15,8 +15,8 @@ SGD, where d is b, with nesterov g + momentum * b, and without momentum g:
     b <- momentum * b + g
     p <- p - lr * d
 
-params, state (moments or momentum buffers): dense CUDA tensors with equal strides, any float dtypes; grads are only
-read; steps: one float32 element each, on the device. remainders and streams, both optional: see
+params, state (moments or momentum buffers), grads: dense CUDA tensors with equal strides, any float dtypes. grads are
+only read. steps: one float32 element each, on the device. remainders and streams, both optional: see
 `ampkit_kernels.rounding`. If found_inf is set, nothing is written. Does not synchronize.
 
 Arithmetic is float32 (float64 for float64 parameters), in the order of `torch.optim`'s `foreach=False`. Division and
@@ -28,9 +28,11 @@ Launches per combination of dtypes: `step_kernel`, and before it `prepare_kernel
 steps up, advances streams, and turns AdamW's hyperparameters into one row of coefficients per tensor, in float64
 rounded once.
 
-Bytes per element of float32: AdamW 28 (16 read, 12 written), 36 with amsgrad; SGD 20 with momentum (12 read, 8
-written), 12 without. Of bfloat16 weights and gradients: AdamW 14 with bfloat16 moments, 22 with float32 moments; SGD 10
-with a bfloat16 momentum, 14 with a float32 one; 4 more with remainders.
+Bytes per element:
+
+- float32: AdamW 28 (16 read, 12 written), 36 with amsgrad. SGD 20 with momentum (12 read, 8 written), 12 without.
+- bfloat16 weights and gradients: AdamW 14 with bfloat16 moments, 22 with float32 moments. SGD 10 with a bfloat16
+  momentum, 14 with a float32 one. 4 more with remainders.
 """
 
 import functools
@@ -101,7 +103,7 @@ _form = functools.cache(Form)
 
 @triton.jit
 def integer_power(base, exponent):
-    """base ** exponent for int32 exponents from 0 to 2**25 - 1, by squaring: float64 products only.
+    """Return base ** exponent for int32 exponents from 0 to 2**25 - 1, by squaring: float64 products only.
 
     `1 - beta ** step` cancels almost all digits at the first steps, so float32 or a logarithm would be too inexact;
     and squaring needs no device library, so the interpreter does the same arithmetic.
@@ -117,7 +119,7 @@ def integer_power(base, exponent):
 
 @triton.jit
 def rate_and_factor(one, lr, lr_ptr, multiplier_ptr, grad_scale_ptr, FORM: tl.constexpr):
-    """The learning rate and the factor on gradients, each times `one`, which gives shape and type."""
+    """Return the learning rate and the factor on gradients, each times `one`, which gives shape and type."""
     rate = one * lr
     if FORM.has_lr:
         rate = one * tl.load(lr_ptr).to(tl.float64)
@@ -217,7 +219,7 @@ def _sgd(p, g, buffer, c, FORM: tl.constexpr):
 def _step_block(pointers, o, mask, c, keys, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Step the elements at offsets `o` of a chunk: parameter, up to three tensors of state, remainder."""
     pp, gp, ap, bp, xp, rp = pointers
-    # Every load before the first store: the compiler does not know that the lists do not overlap, so it would make each
+    # Every load before the first store: the compiler cannot infer that the lists do not overlap, so it would make each
     # load wait for the stores above it.
     g = load_block(gp, o, mask, FORM.acc, MASKED) * c[0]
     a, b, x = g, g, g

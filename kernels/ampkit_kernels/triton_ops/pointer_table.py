@@ -2,7 +2,7 @@
 
 A launch reads on the device where each tensor starts (`addresses`: one column per list, one after another), how long
 it is (`numels`), and how the work is divided (`blocks`: the block map, one entry per chunk, tensor index in the low 32
-bits, chunk index in the high 32). The block map depends on lengths alone and is made once per list of lengths.
+bits, chunk index in the high 32). The block map depends only on lengths and is made once per list of lengths.
 Addresses are compared, value by value, with the addresses that were sent last, and columns that differ are sent again:
 gradients move between iterations, parameters and moments do not. The identity of tensor objects is not used.
 
@@ -20,8 +20,8 @@ On the device a kernel walks one list at any element-aligned address (`chunk_bou
 precede the tensor and are masked; the last chunk takes the `skew` elements that remain. Only blocks at an end of the
 tensor are masked, because the compiler does not widen masked accesses.
 
-The skews of lists that are walked together (`chunk_extent`, `list_pointer`) may differ, so the launcher sorts rows into
-those with every address on a 16-byte boundary, which get 128-bit accesses, and the others.
+The skews of lists that are walked together (`chunk_extent`, `list_pointer`) may differ, so the launcher separates rows
+with every address on a 16-byte boundary, which get 128-bit accesses, from the others.
 """
 
 import threading
@@ -59,7 +59,7 @@ def chunk_length(total: int, config: Config, n_programs: int) -> int:
 
 
 def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
-    """The block map: one int64 per chunk, `chunk_index << 32 | tensor_index`; the longest chunks first.
+    """Return the block map: one int64 per chunk, `chunk_index << 32 | tensor_index`; the longest chunks first.
 
     Programs take entries in a stride, so this order spreads long chunks evenly over programs, and short chunks come
     last. Tensors without elements get no entry.
@@ -124,7 +124,7 @@ class Table:
     def refresh(self, columns: list[list[int]]) -> None:
         """Send the addresses that differ from the device's, if any do.
 
-        One copy sends the columns from the first that differs to the last: most often the gradients' alone.
+        One copy sends the columns from the first that differs to the last: most often only the gradients.
         """
         if self.owner is not None:
             parameters, _, *others = self.owner.sent
@@ -142,7 +142,7 @@ class Table:
 
 
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: bool = True) -> Table:
-    """The table for these parallel lists, all on one device, whose tensors all have elements.
+    """Return the table for these parallel lists, all on one device, whose tensors all have elements.
 
     The thread's table for equal lengths, dtypes, config, alignment, device and stream is reused, and then holds the
     addresses of these lists: launch the kernels that need its earlier addresses first. Addresses are sent only if they
@@ -151,7 +151,7 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
     Args:
         lists: parallel lists.
         config: launch parameters of the kernel.
-        aligned: what `groups` yields, so that aligned rows and others of equal lengths have tables of their own.
+        aligned: as from `groups`, so that aligned rows and others of equal lengths have tables of their own.
     """
     device = lists[0][0].device
     with on_device(device):
@@ -182,7 +182,7 @@ _per_thread = _PerThread()
 
 
 def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
-    """A table of a step cache's own: parameters, gradients, and more.
+    """Return a table of a step cache's own: parameters, gradients, and more.
 
     One of the thread's shared tables would be sent again for each parameter group of equal shapes. The thread's tables
     of one list with the gradients' dtype and sizes, whose kernels read the same gradients before the step, read this
@@ -201,7 +201,7 @@ def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
 
 @torch.inference_mode(False)
 def made_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
-    """A new table for these lists, sent in one copy.
+    """Return a new table for these lists, sent in one copy.
 
     Made outside `torch.inference_mode`, because it outlives that mode and is written to outside it.
     """
@@ -245,7 +245,7 @@ def send(values: np.ndarray, destination: Tensor) -> None:
 
 
 def pinned_words(n: int) -> Tensor:
-    """`n` int64 words of pinned host memory, whatever torch.set_default_device says."""
+    """Return `n` int64 words of pinned host memory, whatever the default device is."""
     return torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=True)
 
 

@@ -4,12 +4,12 @@ Contract. grads: dense CUDA tensors of any float dtype at any element-aligned ad
 found_inf: one float32 element each. Arithmetic in float32 (float64 for float64), one rounding. Nothing synchronizes.
 
 `unscale_` sets found_inf to 1.0, never clears it, where a product as it is stored is not finite, by plain stores (every
-writer writes the same value): with a factor of at most 1 exactly where the incoming value is not finite, with a factor
-above 1 also where the product overflows. `multiply_` only reads it: each program returns at once where it is set or
-where the factor is 1.
+writer writes the same value): with a factor of at most 1 exactly if an incoming value is not finite, with a factor
+above 1 for a product that overflows as well. `multiply_` only reads it: each program returns without work if it is set
+or if the factor is 1.
 
-`inverse_scale` reads one float32 element and returns new memory: the float64 quotient, rounded to float32, because
-float32 division in a kernel is approximate; a flag of 0; and a copy of the scale. One launch, where PyTorch takes four.
+`inverse_scale` reads one float32 element and returns new memory: the float64 quotient, rounded to float32 because
+float32 division in a kernel is approximate, a flag of 0, and a copy of the scale. One launch, where PyTorch takes four.
 
 Bytes per element: one read, one write (8 for float32); none where `multiply_` returns.
 
@@ -38,7 +38,7 @@ _ONE_WARP: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 def _unscale_block(p, o, mask, factor, bad, DTYPE: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr):
     y = (load_block(p, o, mask, ACC, MASKED) * factor).to(DTYPE)
     store_block(p, o, y, mask, MASKED)
-    # Adds 0 for a finite value, NaN for any other; NaN stays.
+    # Adds 0 for a finite value, NaN for any other; NaN remains.
     return bad + y.to(ACC) * 0.0
 
 
@@ -114,7 +114,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     flag = factor if found_inf is None else found_inf
     grads = pick(grads, flat)
     _launch(grads, factor, flag, CHECKS=False, SKIPS=found_inf is not None)
-    torch.autograd.graph.increment_version(grads)  # `unscale_` leaves versions alone, as torch's operator does
+    torch.autograd.graph.increment_version(grads)  # `unscale_` does not change versions, as torch's operator
 
 
 def _launch(grads: Sequence[Tensor], factor: Tensor, flag: Tensor, **constants: bool) -> None:
@@ -134,7 +134,7 @@ def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compile_one(device: torch.device) -> None:
-    """Build Triton's driver and compile `inverse_kernel` for a device; raises what its first launch would raise.
+    """Build Triton's driver and compile `inverse_kernel` for a device; raises the errors of its first launch.
 
     Nothing is loaded or launched here, and the kernel's first launch does not compile again.
     """

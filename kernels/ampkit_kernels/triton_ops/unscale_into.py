@@ -4,10 +4,10 @@ Half gradients become float32 gradients of master weights, unscaled and checked,
 launch per pair of dtypes (two where addresses differ in alignment).
 
 Contract. sources, destinations: dense CUDA tensors of float dtypes, equal shapes and strides pairwise, none empty;
-those of `unscale_into_` share no memory. inv_scale, found_inf: one float32 element each. found_inf is set to 1.0, never
+in `unscale_into_` they share no memory. inv_scale, found_inf: one float32 element each. found_inf is set to 1.0, never
 cleared, where the product, as the destination's dtype holds it, is not finite; the sum is not checked. Arithmetic in
 float32 (float64 where a list is float64), product and sum rounded once each. A cast rounds to nearest even; float64
-goes to half precision through float32 as PyTorch's copy does. Neither synchronizes.
+is rounded to half precision through float32 as PyTorch's copy does. Neither synchronizes.
 
 Bytes per element: one read, one write (6 between float32 and float16), another read with `accumulate`.
 """
@@ -50,7 +50,7 @@ def _unscale_into_block(
     else:
         store_block(destination, o, x, mask, MASKED)
     if SCALES:
-        # Adds 0 for a finite value, NaN for any other; NaN stays.
+        # Adds 0 for a finite value, NaN for any other; NaN remains.
         bad += x * 0.0
     return bad
 
