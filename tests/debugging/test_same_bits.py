@@ -16,8 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Memory that nobody wrote.
 UNREPEATABLE = ("empty", "new_empty")
-# torch computes these gradients by other formulas under any dispatch mode (`isTensorSubclassLike` in its
-# FunctionsManual.cpp): of a product with zeros and of the number that fills a mask by another order of additions, of
+# torch computes these gradients by other formulas under any dispatch mode, by isTensorSubclassLike in its
+# FunctionsManual.cpp: of a product with zeros and of the number that fills a mask by another order of additions, of
 # eigenvectors without the check that they determine the loss.
 OTHERWISE_UNDER_A_MODE = {"prod", "masked_fill", "linalg.eig"}
 
