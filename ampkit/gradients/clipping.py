@@ -42,7 +42,7 @@ def clip_unscaled(params: Sequence[Tensor], max_norm: float | Tensor, norm_type:
     if any(map(is_dtensor, params)):
         raise RuntimeError(
             "a disabled GradScaler takes no norm of DTensors over a process_group; expected "
-            "GradScaler(loss_scale=NoOpLossScale()), which scales nothing either"
+            "GradGuard(), which scales nothing either"
         )
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
     if params:  # NCCL has no all-reduce on the CPU, where the norm of no gradients is

@@ -22,7 +22,7 @@ class MixedPrecision(PrecisionPlugin, FabricMixedPrecision):
         precision: "16-mixed" or "bf16-mixed".
         device: the device type, such as "cuda".
         scaler: the scaler; None: `GradScaler(device)` for "16-mixed", no scaler for "bf16-mixed", where one can skip
-            steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
+            steps: `GradGuard(device, skip_above=...)`.
         policy: the policy of the regions, or its name; None: the default for the device.
 
     Raises:

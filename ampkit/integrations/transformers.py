@@ -32,7 +32,7 @@ def use_ampkit(
         trainer: a trainer that has not trained yet.
         policy: the policy of its regions, or its name; None: the default for its device.
         scaler: the scaler; None: `GradScaler(device)` with `fp16=True`, no scaler with `bf16=True`, where one can skip
-            steps: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
+            steps: `GradGuard(device, skip_above=...)`.
 
     Returns:
         `trainer`.

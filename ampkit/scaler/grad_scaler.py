@@ -52,7 +52,7 @@ from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import saved_state
 from ampkit.scaler import skip_above as norm_limit
 from ampkit.scaler.history import COUNTS, History, ScalerStats
-from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
+from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, ScaleState
 from ampkit.scaler.optimizer_record import OptimizerRecord, claim, renew_marks
 from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
 from ampkit.scaler.skip_above import TimesMedian
@@ -68,8 +68,12 @@ _IDLE_STEPS = 3
 """Warn after this many initial steps in which the optimizer found no gradients."""
 
 
+_STUCK_STEPS = 20
+"""Steps skipped in a row, with a scale that never changes, after which the scaler is stuck."""
+
+
 class LossScaleStuckError(RuntimeError):
-    """Gradients keep overflowing although the loss scale has collapsed."""
+    """Gradients keep overflowing although the loss scale has collapsed, or with a scale that never changes."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -89,8 +93,9 @@ class GradScaler(torch.amp.GradScaler):
         process_group: ranks that must skip together although each has other gradients (pipeline stages, hand-made
             shards); None: the ranks of DTensor and FSDP1 gradients. DDP needs no group.
         allow_fp16: also unscale float16 gradients, for optimizers that keep float32 master weights.
-        on_stuck: the reaction to gradients that overflow at `DynamicLossScale.stuck_scale` or below: "warn" once,
-            "raise" `LossScaleStuckError`, or a function that is called with `ScalerStats`.
+        on_stuck: the reaction to gradients that overflow at `DynamicLossScale.stuck_scale` or below, or with another
+            strategy in 20 steps in a row: "warn" once, "raise" `LossScaleStuckError`, or a function that is called with
+            `ScalerStats`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
             a number or a multiple of the running median (`TimesMedian`); the scale does not change. The norm has the
             order of `clip_grad_norm_` if that is 0, 1, 2 or inf, otherwise order 2, and is taken over the
@@ -222,6 +227,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         """Return scale and growth tracker; `AssertionError` with the method's name if there are none."""
+        if self._scale is None and not self._rule.scales_losses:  # nothing has to be scaled first
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
         scale, growth_tracker = self._scale, self._growth_tracker
         if scale is None or growth_tracker is None:
             return super()._check_scale_growth_tracker(funcname)  # raises
@@ -687,10 +694,11 @@ class GradScaler(torch.amp.GradScaler):
             self._history.note_step(found_inf, only_outlier)
         record.found_inf, record.skipped, record.was_outlier, record.idle_steps = found_inf, skipped, outlier, -1
         self._stuck_check_due = skipped is None
+        record.skips_in_a_row = record.skips_in_a_row + 1 if skipped else 0
         if skipped or outlier is not None:
             step_contract.mark_step_called(optimizer)
         if skipped:
-            self._check_stuck(float(self._scale_on(found_inf.device)))
+            self._check_stuck(float(self._scale_on(found_inf.device)), record.skips_in_a_row)
 
     def _note_no_gradients(self, record: OptimizerRecord) -> None:
         """Note the step of an optimizer without gradients; warn if its first steps have found none."""
@@ -810,6 +818,47 @@ class GradScaler(torch.amp.GradScaler):
         history.fold(scale)
         scale.copy_(wanted)
 
+    # All in one call
+
+    def backward_and_step(
+        self,
+        loss: Tensor,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | Tensor | None = None,
+        *,
+        accumulate: bool = False,
+    ) -> Tensor | None:
+        """Call `scale`, `backward`, `clip_grad_norm_`, `step` and `update` in their order. Synchronizes as `step` does.
+
+        It does not clear gradients: call `optimizer.zero_grad()`. With several losses or optimizers in an iteration,
+        call those methods yourself.
+
+        Args:
+            loss: the loss of the batch, a 0-d tensor; of a micro-batch, divided by their number.
+            optimizer: the optimizer to step.
+            max_norm: the largest 2-norm of the gradients after clipping; None: no clipping.
+            accumulate: call only `scale` and `backward`, for each micro-batch but the last.
+
+        Returns:
+            The norm that `clip_grad_norm_` returns; None without clipping.
+
+        Raises:
+            TypeError: `loss` is not a tensor.
+            RuntimeError, ValueError: as the methods that it calls.
+        """
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"loss is {type(loss).__name__}; expected one tensor: with several losses, call scale() and backward() "
+                "for each, then step() and update()"
+            )
+        self.scale(loss).backward()
+        if accumulate:
+            return None
+        norm = None if max_norm is None else self.clip_grad_norm_(optimizer, max_norm)
+        self.step(optimizer)
+        self.update()
+        return norm
+
     # 6. Queries about the past
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -877,7 +926,7 @@ class GradScaler(torch.amp.GradScaler):
         stats = self._history.totals(self._scale)
         if self._stuck_check_due and stats.consecutive_skips:
             self._stuck_check_due = False
-            self._check_stuck(stats.scale)
+            self._check_stuck(stats.scale, stats.consecutive_skips)
         return stats
 
     def metrics(self) -> dict[str, float]:
@@ -967,16 +1016,21 @@ class GradScaler(torch.amp.GradScaler):
                 "ranks that hold shards: GradScaler(process_group=...)"
             )
 
-    def _check_stuck(self, scale: float) -> None:
-        """Call `on_stuck` for a step that overflowed at a scale that can hardly fall further."""
+    def _check_stuck(self, scale: float, skips_in_a_row: int) -> None:
+        """Call `on_stuck` for a step that overflowed at a scale that can hardly fall further, or never falls."""
         rule = self._rule
-        if not isinstance(rule, DynamicLossScale) or scale > rule.stuck_scale:
+        if isinstance(rule, DynamicLossScale):
+            is_stuck = scale <= rule.stuck_scale
+            message = (
+                f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. The "
+                "values are inf or NaN for another reason; "
+            )
+        else:
+            is_stuck = skips_in_a_row >= _STUCK_STEPS
+            message = f"gradients were inf or NaN in {skips_in_a_row} steps in a row, and all of them were skipped; "
+        message += "scaler.overflow_report() names the parameters, scaler.history shows when it began."
+        if not is_stuck:
             return
-        message = (
-            f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. The "
-            "values are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
-            "scaler.history shows when it began."
-        )
         if callable(self.on_stuck):
             self.on_stuck(self.stats())
         elif self.on_stuck == "raise":
@@ -1089,6 +1143,52 @@ class GradScaler(torch.amp.GradScaler):
                 instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
                 raise AttributeError(instead, name=name, obj=self)
             return super().__getattribute__(name)  # raises
+
+
+class GradGuard(GradScaler):
+    """Skip steps whose gradients are not finite; nothing is scaled. For training in bfloat16 and float32.
+
+    One inf or NaN in a gradient makes every weight NaN, and then every checkpoint. A guard is a `GradScaler` whose
+    strategy is `NoOpLossScale`, with all its methods, agreement of ranks and `state_dict`. `scale` returns the loss and
+    may be left out.
+
+    Args:
+        device: device type that the script trains on; None: the current accelerator, else "cpu".
+        enabled, process_group, allow_fp16, on_stuck, skip_above: as in `GradScaler`.
+
+    Raises:
+        TypeError, ValueError: as `GradScaler`.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> guard = GradGuard("cpu")
+    >>> model(torch.full((2, 4), float("nan"))).mean().backward()
+    >>> guard.step(optimizer)
+    >>> guard.update()
+    >>> guard.stats().skips, bool(model.weight.isfinite().all())
+    (1, True)
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        enabled: bool = True,
+        *,
+        process_group: Any = None,
+        allow_fp16: bool = False,
+        on_stuck: OnStuck = "warn",
+        skip_above: float | TimesMedian | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            enabled=enabled,
+            loss_scale=NoOpLossScale(),
+            process_group=process_group,
+            allow_fp16=allow_fp16,
+            on_stuck=on_stuck,
+            skip_above=skip_above,
+        )
 
 
 _NAMES_OF_APEX = {

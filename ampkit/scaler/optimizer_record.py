@@ -38,6 +38,7 @@ class OptimizerRecord:
         norms: the optimizer's last norms, for `TimesMedian`; None without it.
         takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not examined yet.
         idle_steps: initial steps without gradients; -1 after a step that found some.
+        skips_in_a_row: the last steps that the host skipped for inf or NaN.
 
     Attributes of the last step:
         found_inf: the flag of inf or NaN, 0-d; None before the first step.
@@ -60,6 +61,7 @@ class OptimizerRecord:
     norms: Tensor | None = None
     takes_scaler: bool | None = None
     idle_steps: int = 0
+    skips_in_a_row: int = 0
 
     found_inf: Tensor | None = None
     skipped: bool | None = None

@@ -1,4 +1,4 @@
-"""The same in bfloat16: the forward pass and the loss in an autocast region, backward outside."""
+"""The same in bfloat16: the forward pass and the loss in an autocast region, backward and the step in one call."""
 
 import sys
 
@@ -7,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ampkit import autocast
+from ampkit import GradGuard, autocast
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -19,14 +19,14 @@ images = pixels.float() / 16
 model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 10)).to(device)
 optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+scaler = GradGuard(device)
 
 for _ in range(steps):
     rows = torch.randint(1500, (64,), generator=batches)
     optimizer.zero_grad()
     with autocast(device.type, torch.bfloat16):
         loss = cross_entropy(model(images[rows]), labels[rows])
-    loss.backward()
-    optimizer.step()
+    scaler.backward_and_step(loss, optimizer)
     schedule.step()
 
 with torch.no_grad(), autocast(device.type, torch.bfloat16):

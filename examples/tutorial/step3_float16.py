@@ -26,9 +26,7 @@ for _ in range(steps):
     optimizer.zero_grad()
     with autocast(device.type, torch.float16):
         loss = cross_entropy(model(images[rows]), labels[rows])
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    scaler.backward_and_step(loss, optimizer)
     schedule.step()
 
 with torch.no_grad(), autocast(device.type, torch.float16):

@@ -26,10 +26,7 @@ for _ in range(steps):
     optimizer.zero_grad()
     with autocast(device.type, torch.float16):
         loss = cross_entropy(model(images[rows]), labels[rows])
-    scaler.scale(loss).backward()
-    scaler.clip_grad_norm_(optimizer, max_norm=1.0)
-    scaler.step(optimizer)
-    scaler.update()
+    scaler.backward_and_step(loss, optimizer, max_norm=1.0)
     if scaler.stepped(optimizer):
         schedule.step()
 

@@ -37,10 +37,7 @@ for step in range(start, steps):
     optimizer.zero_grad()
     with autocast(device.type, torch.float16):
         loss = cross_entropy(model(images[rows]), labels[rows])
-    scaler.scale(loss).backward()
-    scaler.clip_grad_norm_(optimizer, max_norm=1.0)
-    scaler.step(optimizer)
-    scaler.update()
+    scaler.backward_and_step(loss, optimizer, max_norm=1.0)
     if scaler.stepped(optimizer):
         schedule.step()
     if (step + 1) % 50 == 0:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit import GradScaler, autocast
+from ampkit import GradGuard, GradScaler, autocast
 from ampkit.debugging import Examination
 from ampkit.debugging.checks import LoopOrder
 from ampkit.debugging.finding import Report
@@ -108,6 +108,23 @@ def layers_one_by_one(cls: Any) -> None:
             optimizer.step()
 
 
+def guarded(way: str) -> None:
+    """In bfloat16, which has no scale: a loss may be passed to the guard or not."""
+    model, optimizer, _ = parts()
+    guard = GradGuard("cpu")
+    for _ in range(3):
+        optimizer.zero_grad()
+        with autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, torch.randn(4, 8))
+        if way == "in one call":
+            guard.backward_and_step(loss, optimizer, max_norm=1.0)
+            continue
+        (guard.scale(loss) if way == "scale" else loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        guard.step(optimizer)
+        guard.update()
+
+
 def example(name: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
@@ -125,6 +142,7 @@ LOOPS: list[Callable[[], None]] = [
             layers_one_by_one,
         )
     ),
+    *(functools.partial(guarded, way) for way in ("in one call", "scale", "no scale")),
     *(
         functools.partial(example, name)
         for name in ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty", "loops_accelerate")

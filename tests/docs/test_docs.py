@@ -32,6 +32,7 @@ RUN_ELSEWHERE = (README,)  # in a test of its own, below
 
 # What users come for, and where the front page's table sends them.
 TASKS = {
+    "keep NaN out of the weights": "scaler.md#without-a-scale",
     "switch a script": "migrating.md#from-torchamp",
     "keep a layer in float32": "policy.md#rules-for-modules-of-a-model",
     "GAN": "../examples/scaler_gan.py",

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
+from ampkit.gradients.step_contract import StepScalars
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.scaler_tools import alike, count_reads, iterate, started, with_grads
@@ -338,6 +339,18 @@ def test_steps_of_tensors_without_values(pair: str, given: dict[str, Any]) -> No
             states.append({name: value.shape for name, value in optimizer.state[param].items() if value is not None})
     assert states[1].items() <= states[0].items()
     assert states[0].keys() - states[1].keys() == ({"remainder", "stream"} if "masters" in given else set())
+
+
+def test_the_form_of_torchs_step_is_not_written_to_the_users_groups() -> None:
+    """On CUDA without Triton: `fused=True` is for that step alone, not for a checkpoint that a CPU loads."""
+    with FakeTensorMode():
+        params = with_grads([torch.ones(3, device="cuda")])
+        optimizer = AdamW(params, impl="reference")
+        before = optimizer.state_dict()["param_groups"]
+        optimizer.step()
+        assert optimizer._step_torch(optimizer.param_groups[0], params[0].device, StepScalars.of(optimizer))
+    assert optimizer.state[params[0]]["step"].is_cuda
+    assert optimizer.state_dict()["param_groups"] == before
 
 
 @pytest.mark.parametrize("pair", [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)], ids=["AdamW", "SGD"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit import DynamicLossScale, GradScaler
+from ampkit import DynamicLossScale, GradScaler, NoOpLossScale
 from tests.helpers.scaler_tools import iterate, started, with_grads
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ AWARE = {
 
 
 @pytest.mark.parametrize("which", AWARE)
-@pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2)])
+@pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2), NoOpLossScale()])
 def test_no_host_wait_in_an_iteration(which, rule) -> None:
     optimizer = AWARE[which](with_grads([torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda")]))
     scaler, loss = started(device="cuda", loss_scale=rule), torch.ones((), device="cuda", requires_grad=True)

@@ -34,7 +34,7 @@ from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.tensor_values import has_nonzero
-from ampkit.debugging.observe.training_loop import calling_place
+from ampkit.debugging.observe.training_loop import calling_place, scales_losses
 from ampkit.debugging.torch_private import node_sequence_number
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
@@ -118,11 +118,11 @@ class LoopOrder(Check):
 
     def scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         self._scaled = True
-        if scaler.is_enabled() and self._loop.dtypes == {torch.bfloat16}:
+        if scales_losses(scaler) and self._loop.dtypes == {torch.bfloat16}:
             self._add(
                 "bfloat16 scaled",
                 "a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and skips steps",
-                "scaler = GradScaler(enabled=False), or float16 in the region",
+                "scaler = ampkit.GradGuard(), which only skips steps, or float16 in the region",
                 grade="note",
             )
         yield
@@ -144,7 +144,7 @@ class LoopOrder(Check):
 
     def _check_scaled(self, scaler: Any, state: _OptimizerState) -> None:
         """Add a finding if gradients are about to be unscaled although no loss was scaled."""
-        if scaler.is_enabled() and state.backwards and not (self._scaled or state.scaled or state.unscaled):
+        if scales_losses(scaler) and state.backwards and not (self._scaled or state.scaled or state.unscaled):
             self._add(
                 "not scaled",
                 "gradients are divided by the loss scale, and the loss was not scaled",
@@ -170,7 +170,7 @@ class LoopOrder(Check):
             self.step_ended(optimizer)
 
     def update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if scaler in self._updated and scaler.is_enabled() and not args and not kwargs:
+        if scaler in self._updated and scales_losses(scaler) and not args and not kwargs:
             self._add(
                 "updated twice",
                 "update is called twice for one backward",

@@ -166,7 +166,7 @@ class TrainingLoop:
     # --- the loop's own record, which the checks read
 
     def scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        self.loss_is_scaled |= scaler.is_enabled()
+        self.loss_is_scaled |= scales_losses(scaler)
         yield
 
     def scaler_step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -238,6 +238,11 @@ def calling_place() -> Place:
     file, line = find_caller(1).line()
     script = script_line(1)
     return Place(file=file, line=line, called_from=("", 0) if script[0] == file else script)
+
+
+def scales_losses(scaler: Any) -> bool:
+    """Return whether a scaler multiplies losses, as a disabled one and a `GradGuard` do not."""
+    return scaler.is_enabled() and getattr(getattr(scaler, "loss_scale", None), "scales_losses", True)
 
 
 def _with_subclasses(cls: type) -> list[type]:
