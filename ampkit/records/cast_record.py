@@ -43,6 +43,8 @@ class RecordedCall(NamedTuple):
     nbytes: int  # bytes read and written by the casts made
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors in the arguments; () for a nested tensor
     float8: str = ""  # under an FP8 rule: its name, or why the call followed LOWER
+    upcast_by: str = ""  # the autograd nodes whose float32 results, of 16-bit inputs, this call cast back to 16 bits
+    upcast_nbytes: int = 0  # bytes of these float32 tensors
 
 
 class MisalignedProduct(NamedTuple):
@@ -180,9 +182,19 @@ class CastRecord:
             [call for call in self.calls if call.float8 not in ("", call.rule.name)],
             lambda call: (call.op, starred(call.module), call.float8),
         )
+        undone = _grouped(
+            [call for call in self.calls if call.upcast_by],
+            lambda call: (call.op, starred(call.module), call.upcast_by),
+        )
         return [
             *lines,
             f"{total}{self.cached} taken from the cache",
+            *(
+                f"upcast and cast back: {calls[0].op} in {_path([call.module for call in calls]) or 'no module'}, "
+                f"{_count(len(calls))}: {sum(call.upcast_nbytes for call in calls) / 1e6:.3f} MB of float32 from "
+                f"{calls[0].upcast_by}"
+                for calls in undone
+            ),
             *(
                 f"not in FP8: {calls[0].op} in {_path([call.module for call in calls]) or 'no module'}, "
                 f"{_count(len(calls))}: {calls[0].float8}"

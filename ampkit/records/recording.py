@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,10 @@ from ampkit.user_code import is_library
 
 __all__ = ["record_casts"]
 
+_FEW = 10  # autograd nodes of an RMS norm that is written out
+_SUMS = frozenset({"Add", "Sub", "Cat"})
+_VIEWS = frozenset({"Alias", "Transpose", "UnsafeView", "View"})
+
 
 class record_casts(contextlib.ContextDecorator):
     """Record the casts of every region that is entered inside, in all threads: in forward, recomputation and backward.
@@ -46,6 +51,10 @@ class record_casts(contextlib.ContextDecorator):
     Code under `torch.compile` is omitted, unless its backend runs operators one by one ("eager"): record the function
     before it is compiled. FakeTensors are recorded like others, even for a GPU that the machine does not have. Inside
     another record, only the inner one records. Recording never synchronizes.
+
+    The record lists float32 results of 16-bit activations that the next operator casts back to 16 bits, with their
+    bytes: norms in float32, or adapters whose weights are float32. These are found through autograd's graph, so only
+    if the activations require gradients.
     """
 
     def __enter__(self) -> CastRecord:
@@ -106,6 +115,7 @@ def _recorded(
     elif rule in RECIPES:
         float8 = why_not(op, args, kwargs, policy.device_type)
     module, line = _call_site(sys._getframe(1))
+    undone = [(producer, old) for old, new in made if new.dtype.itemsize == 2 and (producer := _upcast_by(old))]
     return RecordedCall(
         op.name(),
         rule,
@@ -120,7 +130,34 @@ def _recorded(
         sum([_nbytes(old) + _nbytes(new) for old, new in made]),
         tuple([() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in given]),
         float8,
+        ", ".join(sorted({producer for producer, _ in undone})),
+        sum([_nbytes(old) for _, old in undone]),
     )
+
+
+def _upcast_by(tensor: Tensor) -> str:
+    """Return the name of the autograd node that computed a float32 tensor from 16-bit activations; "" if none did.
+
+    Between the 16-bit tensors and the result are only a few float32 operators, such as those of a norm.
+    """
+    pending = [tensor.grad_fn] if tensor.dtype is torch.float32 and tensor.grad_fn is not None else []
+    names: dict[Any, str] = {}
+    while pending:
+        node = pending.pop(0)
+        names[node] = type(node).__name__.removesuffix("Backward0")
+        inputs = [(source, index) for source, index in node.next_functions if source is not None]
+        activations = [each for each in inputs if type(each[0]).__name__ != "AccumulateGrad"] or inputs
+        # A term without a history may be float32, as in a residual stream that begins with frozen embeddings.
+        is_uncertain = names[node] in _SUMS and len(inputs) < len(node.next_functions)
+        is_uncertain = is_uncertain and math.prod(node._input_metadata[0].shape) == tensor.numel()
+        if not activations or is_uncertain or len(names) > _FEW:
+            return ""  # of a float32 leaf, perhaps of one, or of a longer computation
+        pending += [
+            source
+            for source, index in activations
+            if source not in names and source._input_metadata[index].dtype.itemsize != 2
+        ]
+    return next((name for name in names.values() if name not in _VIEWS), "")
 
 
 @functools.lru_cache(maxsize=1024)

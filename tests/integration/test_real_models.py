@@ -245,3 +245,19 @@ def test_merged_adapters_are_seen_inside_a_region(rule: Rule) -> None:
     assert not torch.equal(expected[0], expected[1])
     for got, want in zip(outputs(autocast("cpu", enabled=False), mine), expected, strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_record_lists_inputs_that_adapters_upcast() -> None:
+    """PEFT casts the input of an adapter to float32, its weights' dtype, and the region casts it back."""
+    peft = pytest.importorskip("peft", reason="it is in ampkit[dev]")
+    config = peft.LoraConfig(r=2, target_modules=["0", "1"], lora_dropout=0.1)
+    model: Any = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config)
+
+    def undone() -> list[tuple[str, str, int]]:
+        with record_casts() as record, autocast("cpu"):
+            model(torch.ones(16, 8))
+        return [(call.module, call.upcast_by, call.upcast_nbytes) for call in record.calls if call.upcast_by]
+
+    assert undone() == [("base_model.model.1.lora_A.default", "Mul", 4 * 16 * 8)]
+    with peft.helpers.disable_input_dtype_casting(model):
+        assert undone() == []

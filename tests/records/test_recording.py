@@ -97,7 +97,9 @@ def test_table(net):
             2  aten::layer_norm   FLOAT32, default            blocks.*.1  bfloat16, float32 x2  float32 x3       2       0  0.096
             1  aten::linear       LOWER, torch                head        float32 x3            bfloat16 x3      3       0  0.048
             1  aten::softmax.int  FLOAT32_DTYPE_ARG, default  Net         bfloat16              float32          0       0  0.000
-        6 calls, 11 casts made (0.241 MB read and written), 0 taken from the cache""")  # noqa: E501
+        6 calls, 11 casts made (0.241 MB read and written), 0 taken from the cache
+        upcast and cast back: aten::linear in blocks.1.0, 1 call: 0.032 MB of float32 from NativeLayerNorm
+        upcast and cast back: aten::linear in head, 1 call: 0.032 MB of float32 from NativeLayerNorm""")  # noqa: E501
 
 
 def test_only_regions_entered_inside_and_plain_modes_after(net):
@@ -178,6 +180,58 @@ def test_the_record_keeps_no_tensor():
     assert record.casts == 3
     del model
     assert [ref() for ref in alive] == [None, None]
+
+
+class WrittenOut(nn.Module):
+    """An RMS norm as models of transformers write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Residual(nn.Module):
+    """A branch on float32 activations, which here have no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(torch.ones(8) + x)
+
+
+def between(*modules):
+    return lambda: nn.Sequential(nn.Linear(8, 8), *modules, nn.Linear(8, 8))
+
+
+UPCAST = {
+    "an RMS norm that is written out": (between(WrittenOut()), "2", "Mul"),
+    "layer norm": (between(nn.LayerNorm(8)), "2", "NativeLayerNorm"),
+    "RMS norm": (between(nn.RMSNorm(8)), "2", "Mul"),
+    "softmax": (between(nn.Softmax(-1)), "2", "Softmax"),
+    "layer norm, viewed": (between(nn.LayerNorm(8), nn.Unflatten(1, (2, 4)), nn.Flatten()), "4", "NativeLayerNorm"),
+    "16-bit activations alone": (between(nn.GELU()), None, ""),
+    "a float32 input": (lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), None, ""),
+    "a residual stream in float32": (between(Residual()), None, ""),
+    "a longer float32 computation": (between(*[nn.LayerNorm(8)] * 10), None, ""),
+}
+
+
+@pytest.mark.parametrize("name", UPCAST)
+def test_float32_results_of_16_bits_that_are_cast_back(name):
+    """tests/integration/test_real_models.py has adapters of PEFT."""
+    build, module, producer = UPCAST[name]
+    with record_casts() as record, autocast("cpu"):
+        build()(torch.ones(16, 8))
+    undone = [(call.module, call.upcast_by, call.upcast_nbytes) for call in record.calls if call.upcast_by]
+    assert undone == ([(module, producer, 4 * 16 * 8)] if module else [])
+    said = f"upcast and cast back: aten::linear in {module}, 1 call: 0.001 MB of float32 from {producer}"
+    assert (said in str(record).splitlines()) is bool(module)
 
 
 def ones(*shape):
