@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.finding import Cause
-from ampkit.debugging.observe.operator_facts import OperatorFacts, tensors_in
+from ampkit.debugging.observe.operator_properties import OperatorProperties, tensors_in
 from ampkit.debugging.observe.rerun import run_in_float64
-from ampkit.debugging.torch_private import OpOverload
 from ampkit.dtypes import dtype_name
 
 CONSTANT = Cause("constant", "written explicitly in the code")
@@ -27,8 +26,7 @@ SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipp
 
 
 def find_cause(
-    func: OpOverload,
-    facts: OperatorFacts,
+    op: OperatorProperties,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outputs: Sequence[Tensor],
@@ -43,18 +41,18 @@ def find_cause(
     if floats and not any(tensor.numel() for tensor in floats):
         return Cause("undefined", "undefined in any precision: the inputs have no elements")
     if from_inf:
-        rows = _rows_of_minus_inf(facts, args)
+        rows = _rows_of_minus_inf(op, args)
         is_minus_inf = not any(bool((tensor == math.inf).any()) for tensor in floats)
         inf = "-inf" if is_minus_inf else "inf"
         text = f"an input has {inf}: inf - inf, 0 * inf and inf / inf are NaN in any precision"
         return Cause("from inf", rows or text, is_minus_inf=is_minus_inf and not rows)
-    if facts.communicates or facts.opaque_state:
-        return Cause("unknown", f"{facts.name} cannot be run again to compare with float64")
+    if op.communicates or op.opaque_state:
+        return Cause("unknown", f"{op.name} cannot be run again to compare with float64")
     try:
-        exact = run_in_float64(func, facts, args, kwargs)
+        exact = run_in_float64(op, args, kwargs)
     except Exception as error:  # operators without float64 raise many kinds of errors
-        return Cause("unknown", f"{facts.name} does not run in float64: {str(error).splitlines()[0][:100]}")
-    return _compare(facts.name, args, outputs, exact)
+        return Cause("unknown", f"{op.name} does not run in float64: {str(error).splitlines()[0][:100]}")
+    return _compare(op.name, args, outputs, exact)
 
 
 def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> Cause:
@@ -82,9 +80,9 @@ def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: S
     return Cause("unknown", f"{op} is finite when run again on the same inputs")
 
 
-def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
+def _rows_of_minus_inf(op: OperatorProperties, args: tuple[Any, ...]) -> str:
     """Return the rows of a softmax that are -inf throughout, or that have +inf, in words; "" for other operators."""
-    if facts.name not in ("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax") or args[0].ndim == 0:
+    if op.name not in ("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax") or args[0].ndim == 0:
         return ""
     rows = (args[0] == -math.inf).all(args[1])
     if not bool(rows.any()):

@@ -291,7 +291,7 @@ class LoopOrder(Check):
             dtype = None if node is None else node._input_metadata[0].dtype
             if forward is None or dtype not in SIXTEEN_BIT or not self._loop.dtypes:
                 continue
-            if forward.facts.base in _LOSSES:
+            if forward.op.base in _LOSSES:
                 self._add(
                     "rounded",
                     f"the loss is computed in {dtype_name(dtype)}, outside of the region",

@@ -22,7 +22,7 @@ from ampkit.debugging.checks.replay import explain, maker_of_zero
 from ampkit.debugging.finding import Cause, Finding, Operand
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_facts import item_of, readable, tensors_in
+from ampkit.debugging.observe.operator_properties import item_of, readable, tensors_in
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.tensor_values import (
     described,
@@ -63,14 +63,14 @@ class NonFinite(Check):
         self._data.opened(stack)
 
     def operator_ran(self, call: Call) -> None:
-        facts = call.facts
+        op = call.op
         if call.starts_backward:
             for index in self._writers_of(call.tensors[0]) or ():
                 if index in self._events:
                     self._events[index].shows = "loss"
-        read: list[Tensor] = [] if facts.shape_only else list(call.tensors)
-        if facts.overwrites:
-            written = facts.written(call.args, call.kwargs)
+        read: list[Tensor] = [] if op.shape_only else list(call.tensors)
+        if op.overwrites:
+            written = op.written(call.args, call.kwargs)
             read = [tensor for tensor in read if not any(tensor is other for other in written)]
         inputs = [_Input(call.before.get(id(each), each), each, self._writers_of(each)) for each in read]
         indices = {index for each in inputs for index in each.writers or () if index in self._events}
@@ -83,14 +83,14 @@ class NonFinite(Check):
             self._next, call.phase, tuple(indices), scalar=all(output.numel() == 1 for output in call.outputs)
         )
         self._next += 1
-        if facts.is_given:
+        if op.is_given:
             return  # an operator that reads it finds a tensor that was there before
         for output in call.outputs:
             self._note_writer(output, event.index, call)
-        if facts.uninitialized or facts.communicates:
+        if op.uninitialized or op.communicates:
             # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
             finding = self._begin_finding(event, call, call.outputs[0])
-            finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
+            finding.cause = causes.UNINITIALIZED if op.uninitialized else causes.RECEIVED
             return
         for low, high in call.ranges:
             event.note_range(low, high)
@@ -180,7 +180,7 @@ class NonFinite(Check):
     def _note_writer(self, tensor: Tensor, index: int, call: Call) -> None:
         """Note the event that wrote a tensor; a write to a part of a storage adds to the writers of the rest."""
         earlier: tuple[int, ...] = ()
-        if call.facts.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
+        if call.op.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
             earlier = tuple(writer for writer in self._writers_of(tensor) or () if writer in self._events)
         self._writers.set(tensor, (*earlier, index))
 
@@ -229,12 +229,12 @@ class NonFinite(Check):
         if any(index in self._skipped for each in inputs for index in each.writers or ()):
             finding.cause = causes.SKIPPED
             return
-        if call.facts.literal or causes.writes_nonfinite(before):
+        if call.op.literal or causes.writes_nonfinite(before):
             finding.cause = causes.CONSTANT
             return
         first = next(i for i, (low, high) in enumerate(call.ranges) if not math.isfinite(high - low))
         finding.elements = nonfinite_elements(outputs[first])
-        if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        if call.op.on_lists:
             before, outputs = item_of(before, first, len(outputs)), [outputs[first]]
         arguments = {id(tensor) for tensor in tensors_in(before)}
         inputs = [each for each in inputs if id(each.before) in arguments]
@@ -259,14 +259,13 @@ class NonFinite(Check):
         )
         args, kwargs = before
         is_new &= "nan" not in event.broken
-        assert call.func is not None
-        cause = causes.find_cause(call.func, call.facts, args, kwargs, outputs, from_inf=bool(kinds) and not is_new)
+        cause = causes.find_cause(call.op, args, kwargs, outputs, from_inf=bool(kinds) and not is_new)
         if is_new and cause.kind not in ("overflow", "intermediate"):
             return  # passed on with another sign
         finding.cause = cause
         event.is_auxiliary = math.isfinite(sum(call.ranges[0]))
         event.is_mask = _is_mask(call, cause)
-        place = (call.facts.name, *finding.place.site, call.phase)
+        place = (call.op.name, *finding.place.site, call.phase)
         known = self._explained.get(place, 0)
         if cause.kind in ("undefined", "from inf") and known < _MAX_EXPLAINED:
             self._explained[place] = known + 1
@@ -316,19 +315,19 @@ class NonFinite(Check):
     def _note_parameter(self, event: Event, call: Call) -> None:
         """Note the first non-finite parameter or buffer that a call writes, or whose gradient a scaler writes."""
         assert event.finding is not None
-        if call.phase == "scaler" and not call.facts.mutable:  # it counts in gradients that the scaler has written
+        if call.phase == "scaler" and not call.op.mutable:  # it counts in gradients that the scaler has written
             read = (self._events[index].finding for index in event.inputs if index in self._events)
             event.finding.parameter = next((each.parameter for each in read if each is not None), "")
             return
-        if not (call.facts.mutable or call.facts.undeclared_writes):
+        if not (call.op.mutable or call.op.undeclared_writes):
             return
         buffers = {id(buffer) for root in self.run.modules.roots() for buffer in root.buffers()}
         for output in filter(is_nonfinite, call.outputs):
             if call.phase == "scaler":
                 event.finding.parameter = self.run.name_of(output).removesuffix(".grad")
                 return
-            if output.is_leaf and (output.requires_grad if call.facts.mutable else id(output) in buffers):
-                event.shows = "parameter" if call.facts.mutable else "buffer"
+            if output.is_leaf and (output.requires_grad if call.op.mutable else id(output) in buffers):
+                event.shows = "parameter" if call.op.mutable else "buffer"
                 event.finding.parameter = self.run.name_of(output)
                 return
 
@@ -347,7 +346,7 @@ def _is_mask(call: Call, cause: Cause) -> bool:
     """Return whether an inf is a number of the code that the dtype cannot hold, such as the -9e15 of a mask."""
     if cause.kind != "overflow" or cause.limit is None or any(each.requires_grad for each in call.tensors):
         return False
-    return any(abs(number) > cause.limit for number in call.numbers)
+    return any(abs(number) > cause.limit for number in call.scalars)
 
 
 def _symptom(event: Event) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.observe.call import Call
-from ampkit.debugging.observe.operator_facts import converted_arguments, tensors_in
+from ampkit.debugging.observe.operator_properties import converted_arguments, tensors_in
 from ampkit.debugging.observe.rerun import why_not_again
 from ampkit.debugging.observe.tape import Recorded, Tape, Values, View
 from ampkit.debugging.torch_private import without_dispatch
@@ -241,7 +241,7 @@ class _Search:
     def _maker(self, index: int, share: float) -> Maker:
         recorded = self._calls[index]
         dtype = next((view.dtype for view in recorded.outputs if view.is_float), torch.float32)
-        number = next((each for each in recorded.call.numbers if float(torch.tensor(each, dtype=dtype)) != each), None)
+        number = next((each for each in recorded.call.scalars if float(torch.tensor(each, dtype=dtype)) != each), None)
         return Maker(recorded.call, dtype, share, number)
 
     def _text(self, maker: Maker) -> tuple[str, bool]:
@@ -371,23 +371,23 @@ class _Search:
     def _call(self, recorded: Recorded, read: Callable[[View], Tensor], wide: torch.dtype | None) -> list[Tensor]:
         """Run a call on operands that `read` returns; with `wide`, in this dtype."""
         args, kwargs = _filled(recorded.args, read), _filled(recorded.kwargs, read)
-        func: Any = recorded.func
-        facts = recorded.call.facts
+        op = recorded.call.op
+        func: Any = op.func
         if wide is not None:
-            args, kwargs = converted_arguments(func, args, kwargs, lambda tensor: tensor, _wide_dtype)
-            if facts.takes_dtype and not kwargs.get("dtype") and any(view.is_float for view in recorded.outputs):
+            args, kwargs = converted_arguments(op, args, kwargs, lambda tensor: tensor, _wide_dtype)
+            if op.takes_dtype and not kwargs.get("dtype") and any(view.is_float for view in recorded.outputs):
                 kwargs["dtype"] = wide
-            func = WIDE_PRODUCTS.get(facts.name, func)
-        if why_not_again(facts, recorded.func, args, kwargs):
+            func = WIDE_PRODUCTS.get(op.name, func)
+        if why_not_again(op, args, kwargs):
             raise _Gone if wide is None else ValueError("it cannot run again")
         return tensors_in(func(*args, **kwargs))
 
 
 def _moves(recorded: Recorded) -> bool:
     """Whether the results of a call are elements of its operands, and no other number."""
-    if recorded.call.numbers:
+    if recorded.call.scalars:
         return False
-    return _MOVES.fullmatch(recorded.call.facts.base) is not None
+    return _MOVES.fullmatch(recorded.call.op.base) is not None
 
 
 def _rounds(recorded: Recorded, dtype: torch.dtype) -> bool:

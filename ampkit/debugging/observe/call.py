@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ampkit.containers import map_tensors
 from ampkit.debugging.observe.call_sites import Caller, ModuleCall
-from ampkit.debugging.observe.operator_facts import OperatorFacts
-from ampkit.debugging.torch_private import OpOverload
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
@@ -21,13 +20,12 @@ class Call:
     """One call of an operator. Its arguments and results are there while it runs and the checks look at it."""
 
     index: int  # in the order of execution, over all steps
-    facts: OperatorFacts
+    op: OperatorProperties
     phase: Phase
     module: ModuleCall | None  # the innermost module that runs
     caller: Caller
     backward_number: int | None = None  # in backward: the node's sequence number, equal to its forward operator's
-    numbers: tuple[float, ...] = ()  # Python floats among its arguments
-    func: OpOverload | None = None
+    scalars: tuple[float, ...] = ()  # Python floats among its arguments
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     tensors: Sequence[Tensor] = ()  # among its arguments
@@ -44,7 +42,7 @@ class Call:
     @property
     def starts_backward(self) -> bool:
         """Whether it makes the gradient of a loss, its argument, that backward starts with."""
-        return self.facts.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
+        return self.op.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
 
     def arguments(self) -> Any:
         """Return its arguments as they were before it ran."""
@@ -54,5 +52,5 @@ class Call:
 
     def release(self) -> None:
         """Drop all tensors."""
-        self.func, self.args, self.kwargs, self.tensors, self.before = None, (), {}, (), {}
+        self.args, self.kwargs, self.tensors, self.before = (), {}, (), {}
         self.result, self.outputs = None, []

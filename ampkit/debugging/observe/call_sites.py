@@ -140,7 +140,7 @@ class ModuleCalls:
         self._device_types = {"cpu", current_device_type()}
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def tracked(self) -> Iterator[None]:
         """Context in which the hooks are registered.
 
         A compiled module warns that the hooks also run for its wrapper, which is harmless: a wrapper has no path here.

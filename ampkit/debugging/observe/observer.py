@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from ampkit.debugging.finding import Place
 from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
-from ampkit.debugging.observe.operator_facts import OperatorFacts, facts_of, readable, tensors_in
+from ampkit.debugging.observe.operator_properties import OperatorProperties, properties_of, readable, tensors_in
 from ampkit.debugging.observe.tape import Tape
 from ampkit.debugging.observe.tensor_values import extremes
 from ampkit.debugging.observe.training_loop import TrainingLoop
@@ -112,7 +112,7 @@ class Observer(ObserverMode):
             return
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._note_compiled(stack)
-        stack.enter_context(self.modules.followed())
+        stack.enter_context(self.modules.tracked())
         self._thread = _Thread()
         super().__enter__()
         stack.callback(super().__exit__, None, None, None)
@@ -148,13 +148,13 @@ class Observer(ObserverMode):
         module, (file, line), backward_of = call.module, call.caller.line(), ""
         forward = self._forward_of(call) if call.phase == "backward" else None
         if forward is not None:
-            module, backward_of = forward.module, forward.facts.name
+            module, backward_of = forward.module, forward.op.name
             if call.caller.outside or not line:
                 file, line = forward.caller.line()
         return Place(
             file=file,
             line=line,
-            op=call.facts.name,
+            op=call.op.name,
             module="" if module is None else module.name,
             phase=call.phase,
             backward_of=backward_of,
@@ -207,8 +207,8 @@ class Observer(ObserverMode):
             return NotImplemented  # a tensor subclass dispatches the operators on its parts, which are observed
         if self.paused:
             return func(*args, **kwargs)
-        facts = facts_of(func)
-        if facts.composite:  # in inference mode no key above has decomposed it
+        op = properties_of(func)
+        if op.composite:  # in inference mode no key above has decomposed it
             super().__enter__()  # so that the operators inside it are observed
             try:
                 return func.decompose(*args, **kwargs)
@@ -216,20 +216,20 @@ class Observer(ObserverMode):
                 super().__exit__(None, None, None)
         number = next_sequence_number() - 1
         moved = number != self._thread.number
-        if facts.is_view and not moved:
+        if op.is_view and not moved:
             return func(*args, **kwargs)
-        call = self._describe(facts, 3)
+        call = self._describe(op, 3)
         if moved:
             self._thread.number = number
             self._forward[number] = call
-        if facts.is_view:
+        if op.is_view:
             return func(*args, **kwargs)
         self.count += 1
         tensors = tensors_in((args, kwargs) if kwargs else args)
         if any(map(is_opaque, tensors)):
             return func(*args, **kwargs)
-        call.numbers = tuple([argument for argument in (*args, *kwargs.values()) if type(argument) is float])
-        call.func, call.args, call.kwargs, call.tensors = func, args, kwargs, tensors
+        call.scalars = tuple([argument for argument in (*args, *kwargs.values()) if type(argument) is float])
+        call.args, call.kwargs, call.tensors = args, kwargs, tensors
         if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
             self._note_scale()
         if self._was_skipped(call):
@@ -241,23 +241,22 @@ class Observer(ObserverMode):
 
     def _run(self, call: Call) -> Any:
         """Run an operator once, and report it."""
-        facts, args, kwargs = call.facts, call.args, call.kwargs
+        op, args, kwargs = call.op, call.args, call.kwargs
         # After the last step a loop may print a loss or an average: operators outside of modules begin no new step.
         self.computed |= call.phase == "backward" or (
             call.phase == "forward" and (call.module is not None or self.step == 0)
         )
-        buffers = facts.buffers(args, kwargs)
-        if not facts.overwrites and not facts.communicates and (facts.writes or buffers):
-            call.before = {id(tensor): tensor.clone() for tensor in (*facts.written(args, kwargs), *buffers)}
+        buffers = op.buffers(args, kwargs)
+        if not op.overwrites and not op.communicates and (op.writes or buffers):
+            call.before = {id(tensor): tensor.clone() for tensor in (*op.written(args, kwargs), *buffers)}
         ends = [end for starts in self.operator_starts if (end := starts(call)) is not None]
-        assert call.func is not None
-        call.result = result = call.func(*args, **kwargs)
+        call.result = result = op.func(*args, **kwargs)
         if self.tape is not None:
             self.tape.ran(call)
         if call.starts_backward:
             self._note_loss(call)
-        call.outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
-        if not (facts.is_given or facts.uninitialized or facts.communicates):
+        call.outputs = [*readable(op.outputs(result, args, kwargs)), *buffers]
+        if not (op.is_given or op.uninitialized or op.communicates):
             call.ranges = [extremes(output) for output in call.outputs]
         for end in ends:
             end()
@@ -265,18 +264,18 @@ class Observer(ObserverMode):
             report(call)
         return result
 
-    def _describe(self, facts: OperatorFacts, depth: int) -> Call:
+    def _describe(self, op: OperatorProperties, depth: int) -> Call:
         module, node = self.modules.current(), current_node()
         if node is None:
             caller = find_caller(depth)
             phase: Phase = "scaler" if caller.scaler else "forward"
             if self._optimizer is not None and not torch.is_grad_enabled():
                 phase = "optimizer"  # with gradients enabled it runs a closure, as LBFGS does
-            return Call(self.count, facts, phase, module, caller)
+            return Call(self.count, op, phase, module, caller)
         # A recompute runs with gradients enabled; so does backward with create_graph.
         caller = find_caller(depth, recompute=torch.is_grad_enabled())
         phase = "recompute" if caller.recompute else "backward"
-        call = Call(self.count, facts, phase, module, caller, node_sequence_number(node))
+        call = Call(self.count, op, phase, module, caller, node_sequence_number(node))
         forward = self._forward_of(call) if phase == "recompute" else None
         if forward is not None:
             call.module = module or forward.module  # a checkpointed function calls no module

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.debugging.observe.call import Call
-from ampkit.debugging.observe.operator_facts import item_of, tensors_in
+from ampkit.debugging.observe.operator_properties import item_of, tensors_in
 from ampkit.debugging.torch_private import (
-    OpOverload,
     StorageWeakRef,
     is_opaque,
     negative_view,
@@ -84,10 +83,10 @@ class View(NamedTuple):
 class Recorded:
     """One call on the tape: its arguments with a `View` in place of each tensor, and what it wrote and returned."""
 
-    __slots__ = ("args", "call", "func", "kwargs", "results", "writes")
+    __slots__ = ("args", "call", "kwargs", "results", "writes")
 
-    def __init__(self, call: Call, func: OpOverload, args: Any, kwargs: Any) -> None:
-        self.call, self.func, self.args, self.kwargs = call, func, args, kwargs
+    def __init__(self, call: Call, args: Any, kwargs: Any) -> None:
+        self.call, self.args, self.kwargs = call, args, kwargs
         self.writes: list[tuple[View, View]] = []  # of each tensor that it writes: before and after
         self.results: list[View | None] = []  # None for an argument, or what cannot be read
 
@@ -103,12 +102,12 @@ class Recorded:
     def item(self, view: View) -> Recorded:
         """The call for one of the tensors of an operator on lists; the call itself for other operators."""
         lists = [value for value in self.args if isinstance(value, list)]
-        if not lists or not self.call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        if not lists or not self.call.op.on_lists:
             return self
         count = len(lists[0])
         outputs = self.outputs
         index = next(i for i, output in enumerate(outputs) if output.values is view.values) % count
-        item = Recorded(self.call, self.func, *item_of((self.args, self.kwargs), index, count))
+        item = Recorded(self.call, *item_of((self.args, self.kwargs), index, count))
         item.writes = self.writes[index::count]
         item.results = self.results[index::count]
         return item
@@ -143,16 +142,15 @@ class Tape:
 
     def ran(self, call: Call) -> None:
         """Note a call that has run."""
-        func, args, kwargs, result, before = call.func, call.args, call.kwargs, call.result, call.before
-        assert func is not None
-        facts = call.facts
-        recorded = Recorded(call, func, tuple([self._noted(value) for value in args]), kwargs)
+        args, kwargs, result, before = call.args, call.kwargs, call.result, call.before
+        op = call.op
+        recorded = Recorded(call, tuple([self._noted(value) for value in args]), kwargs)
         if kwargs:
             recorded.kwargs = {key: self._noted(value) for key, value in kwargs.items()}
-        limit = self._budget if facts.random or facts.communicates or facts.opaque_state else _SMALL
+        limit = self._budget if op.random or op.communicates or op.opaque_state else _SMALL
         written: list[Tensor] = []
-        if facts.mutable or facts.undeclared_writes:
-            written = [*facts.written(args, kwargs), *facts.buffers(args, kwargs)]
+        if op.mutable or op.undeclared_writes:
+            written = [*op.written(args, kwargs), *op.buffers(args, kwargs)]
             for tensor in {storage_key(tensor): tensor for tensor in written}.values():
                 old = self._view(tensor)
                 self._keep_copy(old, before.get(id(tensor)))
@@ -162,7 +160,7 @@ class Tape:
         for tensor in results:
             is_new = not (is_opaque(tensor) or (arguments and storage_key(tensor) in arguments))
             recorded.results.append(self._new(tensor, recorded, limit) if is_new else None)
-        if facts.uninitialized:
+        if op.uninitialized:
             for view in recorded.outputs:
                 view.values.maker = None  # what writes there may not be seen
         self._calls[call.index] = recorded

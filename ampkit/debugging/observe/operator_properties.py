@@ -1,4 +1,4 @@
-"""Facts about an operator from its schema, computed once per operator: what it writes, whether it is a view, ..."""
+"""Properties of an operator from its schema, computed once: the arguments that it writes, whether it is a view, ..."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ _NO_TENSORS = frozenset(
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 
-class OperatorFacts:
-    """The facts about one operator overload."""
+class OperatorProperties:
+    """The properties of one operator overload."""
 
-    def __init__(self, op: OpOverload) -> None:
-        schema = op._schema
-        self.name = op.name()
+    def __init__(self, func: OpOverload) -> None:
+        schema = func._schema
+        self.func, self.name = func, func.name()
         base = self.name.partition("::")[2].partition(".")[0]
         self.base = base.rstrip("_")  # without namespace, overload and underscore at its end
+        self.on_lists = base.startswith(("_foreach_", "_fused_"))
         self.mutable: bool = schema.is_mutable
         self.literal = self.name == "aten::lift_fresh"  # `torch.tensor` of a list calls it
         # Views read no values, nor do the profiler's operators. `_UNSAFE_VIEWS` are views in effect, not by schema.
         self.is_view: bool = (
-            (op.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::"))
+            (func.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::"))
             and not self.mutable
             and not self.literal
         )
@@ -59,12 +60,12 @@ class OperatorFacts:
         # Tensors made of a storage that was there before, as of a batch in a worker's shared memory.
         self.is_given = base == "set_"
         self.takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
-        self.random = torch.Tag.nondeterministic_seeded in op.tags
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)
         self.communicates = self.name.partition("::")[0] in _COMMUNICATION
         # An operator with a kernel of its own, such as `silu_backward`, gives other bits where it is decomposed.
         has_own = any(has_kernel(self.name, device) for device in ("CPU", "CUDA"))
-        self.composite = is_composite(op) and not has_own and not self.name.startswith("profiler::")
+        self.composite = is_composite(func) and not has_own and not self.name.startswith("profiler::")
         # Only the operator's own kernels know the format of a reserve or workspace; they may crash on other values.
         self.opaque_state = any(part in a.name for a in schema.arguments for part in ("workspace", "reserve"))
         # Positions and names of the arguments that the operator writes.
@@ -120,15 +121,15 @@ def _tensors_at(arguments: tuple[tuple[int, str], ...], args: tuple[Any, ...], k
     return tensors
 
 
-_facts: dict[int, tuple[OpOverload, OperatorFacts]] = {}  # by identity: hashing an operator calls Python code
+_properties: dict[int, OperatorProperties] = {}  # by identity: hashing an operator calls Python code
 
 
-def facts_of(op: OpOverload) -> OperatorFacts:
-    """The facts of an operator."""
-    entry = _facts.get(id(op))
-    if entry is None:
-        entry = _facts[id(op)] = (op, OperatorFacts(op))
-    return entry[1]
+def properties_of(func: OpOverload) -> OperatorProperties:
+    """Return the properties of an operator."""
+    properties = _properties.get(id(func))
+    if properties is None:
+        properties = _properties[id(func)] = OperatorProperties(func)
+    return properties
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -171,7 +172,7 @@ def readable(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 def converted_arguments(
-    func: OpOverload,
+    op: OperatorProperties,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tensor: Callable[[Tensor], Tensor],
@@ -184,7 +185,7 @@ def converted_arguments(
 
     new_args = [map_tensors(value, tensor, converted) for value in args]
     new_kwargs = {key: map_tensors(value, tensor, converted) for key, value in kwargs.items()}
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(op.func._schema.arguments):
         if argument.name == "half_to_float":  # of softmax, on accelerators: float16 in, float32 out
             if position < len(new_args):
                 new_args[position] = False
