@@ -25,7 +25,6 @@ __all__ = [
     "revived",
     "set_version",
     "storage_key",
-    "without_dispatch",
 ]
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ else:
     StorageWeakRef = private("multiprocessing.reductions.StorageWeakRef")
     LoaderIterator = private("utils.data.dataloader._BaseDataLoaderIter")
 
-without_dispatch: Any = private("_C._DisableTorchDispatch")
 current_node: Any = private("_C._current_autograd_node")
 # Of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
 next_sequence_number: Any = private("_C._autograd._get_sequence_nr")

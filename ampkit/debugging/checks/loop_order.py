@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.tensor_values import has_nonzero
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import node_sequence_number
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
@@ -89,6 +88,7 @@ class LoopOrder(Check):
         self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
         self._raised: tuple[str, str, Place] | None = None  # the last call that raised: its name, the error, the line
         self._scaled = False  # `scale` was called since the last update
+        self._loss: Tensor | None = None  # the first root of the last backward
 
     def call_starts(self) -> None:
         """Add a finding if the loop goes on after one of its calls raised an error."""
@@ -186,9 +186,7 @@ class LoopOrder(Check):
     # --- gradients
 
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        scaled = self._loop.loss_is_scaled
-        roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else ()
-        loss = next((root for root in roots if isinstance(root, Tensor)), None)
+        scaled, loss = self._loop.loss_is_scaled, self._loss
         if loss is not None and torch.is_autocast_enabled(loss.device.type):
             self._add(
                 "backward in region",
@@ -251,7 +249,7 @@ class LoopOrder(Check):
         """Note whether the gradients of the last step were cleared: the first is None, another tensor, or zero."""
         if not state.cleared and state.last_gradients:
             gradient, last = state.parameters[0].grad, state.last_gradients[0]
-            state.cleared = gradient is None or gradient is not last or not has_nonzero(gradient)
+            state.cleared = gradient is None or gradient is not last or not any(map(torch.any, _plain([gradient])))
 
     def read_norm(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         self._check_unscaled(*args, **kwargs)
@@ -283,6 +281,7 @@ class LoopOrder(Check):
 
     def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
         """Check for a loss that is computed in 16 bits, as no region would do."""
+        self._loss = next(iter(roots), None)
         for root in roots:
             node: Any = root.grad_fn
             while node is not None and node.name().startswith(("Mul", "ToCopy")):  # by the scale
@@ -419,14 +418,18 @@ class LoopOrder(Check):
 def _is_finite(optimizer: Optimizer) -> bool:
     """Return whether all gradients that an optimizer is about to use are finite, as far as they can be read."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return all(bool(g.isfinite().all()) for g in gradients if type(g) is Tensor and g.layout is torch.strided)
+    return all(bool(gradient.isfinite().all()) for gradient in _plain(gradients))
+
+
+def _plain(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the gradients that can be read, without None, sparse gradients and subclasses."""
+    return [each for each in gradients if type(each) is Tensor and each.layout is torch.strided and each.numel()]
 
 
 def _largest(parameters: list[Tensor]) -> Tensor | None:
-    """Return the largest magnitude in each gradient, on the device, without sparse gradients and subclasses."""
-    gradients = [p.grad for p in parameters if type(p.grad) is Tensor and p.grad.layout is torch.strided]
+    """Return the largest magnitude in each gradient that can be read, on the device."""
     with torch.no_grad():
-        largest = [gradient.abs().amax().float() for gradient in gradients if gradient.numel()]
+        largest = [gradient.abs().amax().float() for gradient in _plain(p.grad for p in parameters)]
         return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]) if largest else None
 
 

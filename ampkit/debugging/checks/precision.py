@@ -21,7 +21,7 @@ from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_properties import converted_arguments, tensors_in
-from ampkit.debugging.observe.rerun import why_not_again
+from ampkit.debugging.observe.rerun import can_run_again
 from ampkit.debugging.observe.tensor_values import largest_finite
 from ampkit.debugging.torch_private import is_opaque, storage_key
 from ampkit.dtypes import SIXTEEN_BIT
@@ -127,7 +127,7 @@ class Precision(Check):
             self._scale = self.run.scale or 1.0
             loss = call.tensors[0]
             self._losses = float(loss.detach()) / self._scale, float(self._copies.read(loss)) / self._scale
-        if call.phase == "optimizer" or why_not_again(call.op, call.args, call.kwargs):
+        if call.phase == "optimizer" or not can_run_again(call.op, call.args, call.kwargs):
             return lambda: self._forget(call)
         return self._run_again(call, kwargs, is_low)
 
@@ -146,7 +146,10 @@ class Precision(Check):
         copies, op, args = self._copies, call.op, call.args
         errors = [copies.error(tensor) for tensor in call.tensors]
         incoming = max(errors, default=NONE)
-        written = [*op.written(args, kwargs), *op.possibly_written(args, kwargs)]
+        written = [
+            *op.written(args, kwargs),
+            *(() if op.mutable or op.name.startswith("aten::") else tensors_in((args, kwargs))),
+        ]
         for tensor in written:
             copies.make_writable(tensor)
         written_ids = {id(tensor) for tensor in written}

@@ -24,11 +24,11 @@ class Call:
     phase: Phase
     module: ModuleCall | None  # the innermost module that runs
     caller: Caller
-    backward_number: int | None = None  # in backward: the node's sequence number, equal to its forward operator's
+    backward_number: int = -1  # in backward: the node's sequence number, equal to its forward operator's
     scalars: tuple[float, ...] = ()  # Python floats among its arguments
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    tensors: Sequence[Tensor] = ()  # among its arguments
+    tensors: Sequence[Tensor] = ()  # all among its arguments
     before: dict[int, Tensor] = field(default_factory=dict)  # copies of the tensors that it writes, by identity
     result: Any = None
     outputs: list[Tensor] = field(default_factory=list)  # the results that can be read

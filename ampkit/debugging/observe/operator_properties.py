@@ -14,24 +14,12 @@ from ampkit.debugging.torch_private import OpOverload, is_opaque
 from ampkit.policy.operators import is_composite
 from ampkit.torch_private import has_kernel
 
-# Their results are uninitialized memory.
+# Operators whose results are uninitialized memory.
 _UNINITIALIZED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty.memory_format",
-        "empty.names",
-        "empty_like",
-        "empty_strided",
-        "empty_permuted",
-        "empty_quantized",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-    )
-)
+    f"{new}empty{ending}" for new in ("", "new_") for ending in ("", "_like", "_strided", "_permuted", "_quantized")
+) | {"resize"}
 _UNSAFE_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
-# Endings of operators that read a tensor's shape but none of its values.
-_SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+_PRIVATE_RNNS = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")  # return memory that only their own backward can read
 # Types of arguments that hold no tensor.
 _NO_TENSORS = frozenset(
     (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -56,69 +44,45 @@ class OperatorProperties:
             and not self.mutable
             and not self.literal
         )
-        self.uninitialized = self.name in _UNINITIALIZED
-        # Tensors made of a storage that was there before, as of a batch in a worker's shared memory.
-        self.is_given = base == "set_"
+        self.uninitialized = self.base in _UNINITIALIZED
+        # The tensor gets a storage with values, such as a batch in a worker's shared memory.
+        self.takes_storage = base == "set_"
         self.takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.shape_only = base.endswith(_SHAPE_ONLY)
+        # It reads a tensor's shape but none of its values.
+        self.shape_only = base.endswith("_like") or base.startswith("new_")
         self.communicates = self.name.partition("::")[0] in _COMMUNICATION
         # An operator with a kernel of its own, such as `silu_backward`, gives other bits where it is decomposed.
         has_own = any(has_kernel(self.name, device) for device in ("CPU", "CUDA"))
         self.composite = is_composite(func) and not has_own and not self.name.startswith("profiler::")
-        # Only the operator's own kernels know the format of a reserve or workspace; they may crash on other values.
-        self.opaque_state = any(part in a.name for a in schema.arguments for part in ("workspace", "reserve"))
-        # Positions and names of the arguments that the operator writes.
+        # Only the operator's own kernels can use a reserve or workspace; they may crash on other values.
+        self.opaque_state = any(part in self.name for part in _PRIVATE_RNNS) or any(
+            part in argument.name for argument in schema.arguments for part in ("workspace", "reserve")
+        )
+        # Positions and names of the arguments that the operator writes. The schema of batch norm omits its statistics.
         self.writes = tuple(
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        # Arguments that it may write although its schema does not say so: the statistics of batch norm, and all
-        # arguments of operators of libraries.
-        self.undeclared_writes = (
-            ()
-            if self.mutable
-            else tuple(
-                (position, argument.name)
-                for position, argument in enumerate(schema.arguments)
-                if not self.name.startswith("aten::") or argument.name in ("running_mean", "running_var")
-            )
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or (argument.name in ("running_mean", "running_var") and not self.mutable)
         )
         # Whether it replaces all values of these arguments without reading them.
-        self.overwrites = bool(self.writes) and (
+        self.overwrites = self.mutable and (
             all(schema.arguments[position].is_out for position, _ in self.writes)
             or base in ("copy_", "zero_", "fill_")
             or (self.random and base not in ("bernoulli_", "dropout_"))
         )
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that a call writes to."""
-        return _tensors_at(self.writes, args, kwargs) if self.writes else []
+        """Return the tensors that a call writes to."""
+        return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes])
 
     def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that a call returned or wrote to, each once."""
+        """Return the tensors that a call returned or wrote to, each once."""
         tensors = tensors_in(result)
-        if self.mutable:
+        if self.writes:
             tensors = list({id(tensor): tensor for tensor in (*tensors, *self.written(args, kwargs))}.values())
         return tensors
-
-    def buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Running statistics that batch norm mutates although its schema does not say so."""
-        if not self.undeclared_writes or not self.name.startswith("aten::"):
-            return []
-        return self.possibly_written(args, kwargs)
-
-    def possibly_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors that a call may write to although its schema does not say so."""
-        return _tensors_at(self.undeclared_writes, args, kwargs)
-
-
-def _tensors_at(arguments: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    for position, name in arguments:
-        tensors += tensors_in(args[position] if position < len(args) else kwargs.get(name))
-    return tensors
 
 
 _properties: dict[int, OperatorProperties] = {}  # by identity: hashing an operator calls Python code
@@ -133,7 +97,7 @@ def properties_of(func: OpOverload) -> OperatorProperties:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in an argument or a result: the value itself, or those in lists, tuples and values of dicts."""
+    """Return the tensors in an argument or a result: the value itself, or those in lists, tuples and dicts."""
     tensors: list[Tensor] = []
     _collect((value,), tensors)
     return tensors
@@ -155,7 +119,7 @@ def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
 
 
 def item_of(arguments: Any, index: int, count: int) -> Any:
-    """The arguments of an operator on lists of `count` tensors, with lists of the one with this index."""
+    """Return the arguments of an operator on lists of `count` tensors, with only the tensor at this index."""
     args, kwargs = arguments
 
     def part(value: Any) -> Any:
@@ -165,7 +129,7 @@ def item_of(arguments: Any, index: int, count: int) -> Any:
 
 
 def readable(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The tensors among them with floating-point or complex values that can be read."""
+    """Return the tensors with floating-point or complex values that can be read."""
     for tensor in tensors:
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and not is_opaque(tensor):
             yield tensor
@@ -178,17 +142,13 @@ def converted_arguments(
     tensor: Callable[[Tensor], Tensor],
     dtype: Callable[[torch.dtype], torch.dtype],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`args` and `kwargs` with each tensor and dtype converted, to run the operator in another precision."""
+    """Return `args` and `kwargs` with each tensor and dtype converted, to run the operator in another precision."""
 
     def converted(leaf: Any) -> Any:
         return dtype(leaf) if isinstance(leaf, torch.dtype) else leaf
 
     new_args = [map_tensors(value, tensor, converted) for value in args]
     new_kwargs = {key: map_tensors(value, tensor, converted) for key, value in kwargs.items()}
-    for position, argument in enumerate(op.func._schema.arguments):
-        if argument.name == "half_to_float":  # of softmax, on accelerators: float16 in, float32 out
-            if position < len(new_args):
-                new_args[position] = False
-            else:
-                new_kwargs["half_to_float"] = False
+    if op.base in ("_softmax", "_log_softmax"):
+        new_args[2] = False  # `half_to_float`, on accelerators: float16 in, float32 out
     return tuple(new_args), new_kwargs
