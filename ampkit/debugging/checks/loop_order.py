@@ -115,10 +115,10 @@ class _OptimizerState:
 
     parameters: list[Tensor] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # of gradients: before a backward, after a step
-    scaled: bool = False  # the gradients are, since the last backward that reached them
+    scaled: bool = False  # the gradients are scaled, since the last backward that reached them
     backwards: dict[Place, int] = field(default_factory=dict)  # calls by line, since the last step
     divided: bool = False  # the loss of some backward was a quotient or a product
-    last_gradients: list[Tensor | None] = field(default_factory=list)  # those of the last step
+    last_gradients: list[Tensor | None] = field(default_factory=list)  # gradients of the last step
     cleared: bool = True  # the gradients of the last step were cleared or replaced
     skipped: bool = False  # the scaler skipped the last step
     steps_since_scheduler: int = 0  # executed or skipped
@@ -128,10 +128,10 @@ class _OptimizerState:
     unscaled: bool = False  # `unscale_` was called since the last `update`
     stepped_at: Place | None = None  # the line of `scaler.step` since the last `update`
     largest: Tensor | None = None  # magnitude in each gradient, after an unscaled backward in float16
-    underflows: bool = False  # after such a backward some gradient was 0 or nearly
+    underflows: bool = False  # after an unscaled backward in float16 some gradient was nearly 0
 
     def gradient_versions(self) -> list[tuple[int, int]]:
-        """Return the identity and version of each gradient, which change where one is written; (0, 0) without one."""
+        """Return the identity and version of each gradient, which change if it is written; (0, 0) without one."""
         return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in self.parameters]
 
 
@@ -145,7 +145,7 @@ class LoopOrder(Check):
         super().__init__(run, add)
         self._loop = run.loop
         self._optimizers: dict[Optimizer, _OptimizerState] = {}
-        self._unknown = _OptimizerState()  # of every optimizer that has not been called yet
+        self._unknown = _OptimizerState()  # of each optimizer that has not been called yet
         self._updated: set[Any] = set()  # scalers that were updated since the last backward of a scaled loss
         self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
         self._raised: tuple[str, str, Place] | None = None  # the last call that raised: its name, the error, the line
@@ -153,7 +153,7 @@ class LoopOrder(Check):
         self._loss: Tensor | None = None  # the first root of the last backward
 
     def call_starts(self) -> None:
-        """Add a finding if the loop goes on after one of its calls raised an error."""
+        """Add a finding if the loop continues after one of its calls raised an error."""
         if self._raised is not None:
             name, error, place = self._raised
             self._raised = None
@@ -257,7 +257,7 @@ class LoopOrder(Check):
                 state.zeroed_at = calling_place()
 
     def _check_gradients(self, state: _OptimizerState, *, closure: bool) -> None:
-        """Add a finding if a step is about to use gradients of the step before too, or none of the last backward.
+        """Add a finding if a step is about to use gradients of the last step as well, or none of the last backward.
 
         A scaler that skips the step does not call the optimizer.
         """
@@ -297,7 +297,7 @@ class LoopOrder(Check):
         return states
 
     def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
-        """Check for a loss that is computed in 16 bits, as no region would do."""
+        """Check for a loss that is computed in 16 bits, unlike in a region."""
         self._loss = next(iter(roots), None)
         for root in roots:
             node: Any = root.grad_fn
@@ -354,10 +354,10 @@ class LoopOrder(Check):
             self._add("not divided", _most_frequent(state.backwards), times=most)
 
     def _check_underflow(self, state: _OptimizerState, largest: Sequence[float]) -> None:
-        """Add a finding if gradients are 0, or nearly, because of float16: a loss scale would keep them.
+        """Add a finding if gradients are nearly 0 because of float16: a loss scale would preserve them.
 
         A gradient can be 0 in float32 as well: of masked values, dead units or unused parameters. So it is a finding
-        only with a cast in the next backward that made all of a gradient 0, or if the largest of all gradients is below
+        only if a cast in the next backward makes all of a gradient 0, or if the largest of all gradients is below
         float16's normal numbers.
         """
         if min(largest) >= _NEARLY_ZERO:
@@ -391,7 +391,7 @@ class LoopOrder(Check):
 
 
 def _is_finite(optimizer: Optimizer) -> bool:
-    """Return whether all gradients that an optimizer is about to use are finite, as far as they can be read."""
+    """Return whether all readable gradients that an optimizer is about to use are finite."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return all(bool(gradient.isfinite().all()) for gradient in _plain(gradients))
 
@@ -411,9 +411,9 @@ def _largest(parameters: list[Tensor]) -> Tensor | None:
 def _note_casts(loss: Tensor, notes: list[Tensor], hooks: ExitStack) -> None:
     """Have the first cast on each path back from a loss append two flags to `notes`, if float16 takes part in it.
 
-    The flags: the gradient is more than rounding; and it is, but all of it is 0 after the cast. If a loss does not
-    depend on its inputs, as behind a norm, gradients are rounding of float32, a millionth of the loss or less. Losing
-    those is not an underflow.
+    The flags: the gradient is more than rounding; it is, and all of it is 0 after the cast. If a loss does not depend
+    on its inputs, such as after a norm, gradients are rounding errors of float32, a millionth of the loss or less. If
+    these become 0, it is not an underflow.
     """
     rounding = loss.detach().abs().sum().float() * 1e-5
 
@@ -440,7 +440,7 @@ def _most_frequent(calls: dict[Place, int]) -> Place:
 
 
 def _is_divided(loss: Tensor, scaled: bool) -> bool:
-    """Return whether a loss is a quotient or a product: of several micro-batches, it may be its share."""
+    """Return whether a loss is a quotient or a product: it may be the share of one micro-batch."""
     node = loss.grad_fn
     if scaled and node is not None:
         node = node.next_functions[0][0] if node.next_functions else None

@@ -1,4 +1,4 @@
-"""One call of an operator, as the checks see it."""
+"""One call of an operator, for the checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
 @dataclass(slots=True)
 class Call:
-    """One call of an operator. Its arguments and results are there while it runs and the checks look at it."""
+    """One call of an operator. Its arguments and results exist while it runs and the checks read it."""
 
     index: int  # in the order of execution, over all steps
     op: OperatorProperties
@@ -32,7 +32,7 @@ class Call:
     before: dict[int, Tensor] = field(default_factory=dict)  # copies of the tensors that it writes, by identity
     result: Any = None
     outputs: list[Tensor] = field(default_factory=list)  # the results that can be read
-    ranges: Sequence[tuple[float, float]] = ()  # their smallest and largest values, unless these mean nothing yet
+    ranges: Sequence[tuple[float, float]] = ()  # smallest and largest value of each output; () if memory is not written
 
     @property
     def site(self) -> tuple[int, int]:

@@ -39,7 +39,7 @@ from ampkit.dtypes import dtype_name
 
 
 class _Thread(threading.local):
-    """The last autograd sequence number that was seen in a thread."""
+    """The last autograd sequence number that was observed in a thread."""
 
     def __init__(self) -> None:
         self.number = next_sequence_number() - 1
@@ -72,7 +72,7 @@ class Observer(ObserverMode):
         self.last_loss = 0.0
         self.backwards = 0  # calls of backward in this step
         self.step = 0  # iterations that have ended
-        self.count = 0  # operators seen
+        self.count = 0  # operators observed
         self.computed = False  # an operator of this step counts as training, see `_run`
         self.operator_starts: list[Callable[[Call], Callable[[], None] | None]] = []
         self.operator_ran: list[Callable[[Call], None]] = []

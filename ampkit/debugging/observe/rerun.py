@@ -1,4 +1,4 @@
-"""Runs an operator again in float64, on the arguments that it had.
+"""Runs an operator again in float64, on the arguments of its call.
 
 Inputs are copied and random number generators are restored, so the user's state does not change.
 """
