@@ -150,5 +150,5 @@ def converted_arguments(
     new_args = [map_tensors(value, tensor, converted) for value in args]
     new_kwargs = {key: map_tensors(value, tensor, converted) for key, value in kwargs.items()}
     if op.base in ("_softmax", "_log_softmax"):
-        new_args[2] = False  # `half_to_float`, on accelerators: float16 in, float32 out
+        new_args[2] = False  # the argument that requests float32 results of float16, on accelerators
     return tuple(new_args), new_kwargs
