@@ -8,24 +8,7 @@ import torch
 import torch.utils.data
 from torch import Tensor
 
-from ampkit.torch_private import ObserverMode, OpOverload, private
-
-__all__ = [
-    "FakeTensor",
-    "LoaderIterator",
-    "ObserverMode",
-    "OpOverload",
-    "StorageWeakRef",
-    "current_node",
-    "is_opaque",
-    "negative_view",
-    "next_sequence_number",
-    "node_name",
-    "node_sequence_number",
-    "revived",
-    "set_version",
-    "storage_key",
-]
+from ampkit.torch_private import private
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor

@@ -26,8 +26,6 @@ from ampkit.debugging.observe.tensor_values import extremes
 from ampkit.debugging.observe.training_loop import TrainingLoop
 from ampkit.debugging.torch_private import (
     FakeTensor,
-    ObserverMode,
-    OpOverload,
     current_node,
     is_opaque,
     next_sequence_number,
@@ -36,6 +34,7 @@ from ampkit.debugging.torch_private import (
 )
 from ampkit.dispatch.weight_cache import invalidate_casts
 from ampkit.dtypes import dtype_name
+from ampkit.torch_private import ObserverMode, OpOverload
 
 
 class _Thread(threading.local):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.containers import map_tensors
-from ampkit.debugging.torch_private import OpOverload, is_opaque
+from ampkit.debugging.torch_private import is_opaque
 from ampkit.policy.operators import is_composite
-from ampkit.torch_private import has_kernel
+from ampkit.torch_private import OpOverload, has_kernel
 
 # Operators whose results are uninitialized memory.
 _UNINITIALIZED = frozenset(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.debugging.planted import B16, F16, F32, findings, line_of, only
 
@@ -62,3 +62,25 @@ def test_rounding_of_a_sum_that_moves_is_no_finding() -> None:
     assert (
         findings(lambda: [torch.ones((), dtype=F16).add_(1e-8) for _ in range(20)]) == []
     )  # an eps, each time on another
+
+
+def test_additions_to_different_views_of_a_tensor_are_different_sums() -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        for _ in range(12):
+            x = torch.randn(8, 3, 32)
+            for i in range(8):
+                x[i, :, int(torch.randint(0, 32, ()))] += torch.tensor([8.0, 0.0, 0.0])
+
+    assert findings(run) == []
+
+
+def test_a_buffer_that_is_written_with_out() -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        buffer = torch.zeros(4)
+        for _ in range(40):
+            torch.div(torch.randn(4), 3, out=buffer)
+            nn.Parameter(torch.ones(4)).mul(buffer.clone()).sum().backward()
+
+    assert findings(run) == []
