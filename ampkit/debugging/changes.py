@@ -25,7 +25,7 @@ from ampkit.containers import map_tensors
 from ampkit.debugging.checks.causes import advice_for
 from ampkit.debugging.finding import Finding, Fix, Place
 from ampkit.debugging.observe.call_sites import find_caller
-from ampkit.debugging.observe.operator_facts import tensors_in
+from ampkit.debugging.observe.operator_properties import tensors_in
 from ampkit.debugging.torch_private import current_node
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.matmul.float8_recipes import RECIPES

@@ -24,7 +24,6 @@ from ampkit.debugging.finding import Finding, Fix, NonFiniteError, Report
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
-from ampkit.debugging.observe.tape import Tape
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.verify import verify_step
 
@@ -71,8 +70,7 @@ class Examination:
         if on_nonfinite not in ("record", "raise"):
             raise ValueError(f"on_nonfinite is {on_nonfinite!r}; expected 'record' or 'raise'")
         needs_operators = any(check.needs_operators for check in checks)
-        tape = Tape() if needs_operators else None
-        self.run = Observer(model, tape, needs_operators=needs_operators, from_step=from_step)
+        self.run = Observer(model, needs_operators=needs_operators, from_step=from_step)
         self.report = Report(rank=rank(), losses=self.run.losses)
         self.chosen_step: int | None = None  # the only step with expensive checks; None: choose
         self.on_step: Callable[[], None] = lambda: None  # called when a step has ended

@@ -439,7 +439,7 @@ class _ScriptTraining:
 
     def __enter__(self) -> _ScriptTraining:
         self._open.enter_context(self._loop)
-        self._open.enter_context(self.modules.followed())
+        self._open.enter_context(self.modules.tracked())
         return self
 
     def __exit__(self, *error: Any) -> None:

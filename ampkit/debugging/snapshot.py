@@ -1,4 +1,4 @@
-"""A copy of all state that a training step changes, so that the step can run again exactly as before."""
+"""A copy of all state that a training step changes, so that the step can run again with the same result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TrainingSnapshot:
     """A copy of parameters, buffers, gradients, random number generators, optimizers and scalers.
 
     Pass optimizers and scalers to `add` before they change. `others` are further objects that a step changes, with
-    `state_dict` and `load_state_dict`. Leaving `with snapshot:` restores everything, also optimizers that stepped
-    inside of it.
+    `state_dict` and `load_state_dict`. Exiting `with snapshot:` restores everything, including optimizers that stepped
+    inside it.
     """
 
     def __init__(self, model: Module, others: Iterable[Any] = ()) -> None:
         self._tensors: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # values and gradients
-        self._keep((*model.parameters(), *model.buffers()))
+        self._save((*model.parameters(), *model.buffers()))
         self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         # An optimizer that the step itself makes is freed with the step.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]]
@@ -50,7 +50,7 @@ class TrainingSnapshot:
         """Copy the state of an optimizer, a scaler or another object, unless it was added before."""
         if isinstance(owner, Optimizer):
             if owner not in self._optimizers:
-                self._keep(p for group in owner.param_groups for p in group["params"])
+                self._save(p for group in owner.param_groups for p in group["params"])
                 groups = [{k: value for k, value in group.items() if k != "params"} for group in owner.param_groups]
                 self._optimizers[owner] = (_copied(dict(owner.state)), _copied(groups))
         elif not hasattr(owner, "state_dict") or not hasattr(owner, "load_state_dict"):
@@ -60,7 +60,7 @@ class TrainingSnapshot:
         elif id(owner) not in self._others:
             self._others[id(owner)] = (owner, copy.deepcopy(owner.state_dict()))
 
-    def _keep(self, tensors: Iterable[Tensor]) -> None:
+    def _save(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor not in self._tensors:
                 gradient = tensor.grad if tensor.is_leaf else None
@@ -78,7 +78,7 @@ class TrainingSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything in place, so that references to parameters stay valid."""
+        """Restore everything in place, so that references to parameters remain valid."""
         for buffers, before in self._buffers:
             for name, tensor in before.items():  # a step may replace a buffer by another tensor
                 buffers[name] = tensor  # a scripted module's table has no `update`
@@ -94,7 +94,7 @@ class TrainingSnapshot:
             owner.load_state_dict(copy.deepcopy(state))
         for set_state, state in self._random:
             set_state(state)
-        invalidate_casts()  # cached casts of the weights are stale, though the weights' versions do not show it
+        invalidate_casts()  # cached casts of the weights are stale, and the weights' versions do not show it
 
     def restore_gradients(self) -> None:
         """Restore gradients."""
@@ -103,7 +103,7 @@ class TrainingSnapshot:
 
 
 def _copied(value: Any) -> Any:
-    """A copy with tensors cloned. Keys, which may be parameters, are not copied."""
+    """Return a copy with tensors cloned. Keys, which may be parameters, are not copied."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -114,7 +114,7 @@ def _copied(value: Any) -> Any:
 
 
 def generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """For each random number generator, the functions that get and set its state."""
+    """Yield the functions that get and set the state of each random number generator."""
     yield random.getstate, random.setstate
     yield torch.get_rng_state, torch.set_rng_state
     if "numpy" in sys.modules:

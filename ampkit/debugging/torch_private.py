@@ -1,4 +1,4 @@
-"""Names of torch that debugging alone needs: autograd nodes, identities of storages, modes below autograd."""
+"""Names of torch that only debugging needs: autograd nodes, identities of storages, modes below autograd."""
 
 from __future__ import annotations
 
@@ -8,25 +8,7 @@ import torch
 import torch.utils.data
 from torch import Tensor
 
-from ampkit.torch_private import ObserverMode, OpOverload, private
-
-__all__ = [
-    "FakeTensor",
-    "LoaderIterator",
-    "ObserverMode",
-    "OpOverload",
-    "StorageWeakRef",
-    "current_node",
-    "is_opaque",
-    "negative_view",
-    "next_sequence_number",
-    "node_name",
-    "node_sequence_number",
-    "revived",
-    "set_version",
-    "storage_key",
-    "without_dispatch",
-]
+from ampkit.torch_private import private
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor
@@ -37,14 +19,13 @@ else:
     StorageWeakRef = private("multiprocessing.reductions.StorageWeakRef")
     LoaderIterator = private("utils.data.dataloader._BaseDataLoaderIter")
 
-without_dispatch: Any = private("_C._DisableTorchDispatch")
 current_node: Any = private("_C._current_autograd_node")
-# Of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
+# The number of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
 next_sequence_number: Any = private("_C._autograd._get_sequence_nr")
 
 # Sets the versions of tensors, by which autograd notices that a saved tensor was written in place.
 set_version: Any = private("_C._autograd._unsafe_set_version_counter")
-negative_view: Any = private("_neg_view")  # of the same memory, with the negative bit set
+negative_view: Any = private("_neg_view")  # returns a view of the same memory with the negative bit set
 
 _storage_of: Any = private("UntypedStorage._new_with_weak_ptr")
 private("UntypedStorage._cdata")
@@ -52,27 +33,27 @@ private("Tensor._is_zerotensor")
 
 
 def revived(weak: StorageWeakRef) -> Any:
-    """The storage of a weak reference; None if it is freed."""
+    """Return the storage of a weak reference; None if it is freed."""
     return _storage_of(weak.cdata)
 
 
 def node_name(node: Any) -> str:
-    """The name of an autograd node, from its type: a custom function's node is its `ctx`, with user attributes."""
+    """Return the name of an autograd node, from its type: a custom function's node is its `ctx`, with attributes."""
     return type(node).name(node)
 
 
 def node_sequence_number(node: Any) -> int:
-    """The sequence number of an autograd node: the result of `next_sequence_number` in its forward operator."""
+    """Return the sequence number of an autograd node: that of `next_sequence_number` in its forward operator."""
     return type(node)._sequence_nr(node)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, shared by its views. May be reused once the storage is freed."""
+    """Return the identity of a tensor's storage, which its views share. It may be reused once the storage is freed."""
     return tensor.untyped_storage()._cdata
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be read as strided memory: sparse, nested, quantized, meta, fake, zero."""
+    """Return whether a tensor cannot be read as strided memory: sparse, nested, quantized, meta, fake, zero."""
     return (
         tensor.layout is not torch.strided
         or tensor.is_quantized

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
-from ampkit.debugging.finding import Report
+from ampkit.debugging.finding import Finding, Report
 from tests.debugging.models import Middle
 
 Step = Callable[[], Any]
@@ -194,3 +194,34 @@ def judged(fault: Fault) -> tuple[dict[str, bool], Report]:
     answers = {name: re.search(pattern, text) is not None for name, pattern in rows.items() if pattern}
     answers["change"] = first is not None and re.search(fault.change, first.fix.code) is not None
     return answers, report
+
+
+def line_of(file: str, text: str) -> int:
+    """The number of the line of a file that ends with a comment."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+
+
+def findings(run: Step, model: nn.Module | None = None) -> list[Finding]:
+    """The findings of an examination of a run."""
+    with debugging.Examination(model) as report:
+        run()
+    return report.ranked()
+
+
+def only(run: Step, model: nn.Module | None = None) -> Finding:
+    """The one finding of an examination of a run."""
+    (found,) = findings(run, model)
+    return found
+
+
+def trained(model: nn.Module, loss: Callable[[], Tensor], steps: int = 4) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+
+    return run

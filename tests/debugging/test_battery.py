@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampkit import debugging
-from ampkit.debugging.observe.operator_facts import facts_of
+from ampkit.debugging.observe.operator_properties import properties_of
 from tests.debugging import battery, battery_threads
 from tests.debugging.planted import FAULTS, Fault, judged
 
@@ -56,7 +56,7 @@ class Intervene(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if facts_of(func).is_view:
+        if properties_of(func).is_view:
             return func(*args, **kwargs)
         self.count += 1
         if self.count - 1 != self.index:

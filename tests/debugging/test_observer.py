@@ -1,6 +1,5 @@
 """Operators that no tool observes, bad arguments of the tools, and that no hook stays registered."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -97,9 +96,7 @@ def test_memory_that_is_gone_is_forgotten() -> None:
         assert values.get(tensor) is None
         values.set(tensor[1:], i)
         assert values.get(tensor) == i
-    gc.collect()
-    values.set(torch.empty(1), 0)
-    assert len(list(values.values())) <= 2048
+    assert len(values._entries) <= 2048
 
 
 def test_the_loop_check_alone_enters_no_dispatch_mode() -> None:

@@ -14,8 +14,8 @@
 | `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
 
 `NonFinite` uses `data` (values that came with the data), `origins` (which non-finite values of a step are errors),
-`causes` (why an operator's result is not finite) and `replay` (which earlier calls made it so by rounding). To add a
-check, write a subclass of `Check` and add it to the list; to remove one, delete its file and its entry.
+`causes` (why an operator's result is not finite) and `replay` (the earlier calls whose rounding is the reason). To add
+a check, write a subclass of `Check` and add it to the list; to remove one, delete its file and its entry.
 """
 
 from ampkit.debugging.checks.check import Check

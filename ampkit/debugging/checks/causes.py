@@ -1,7 +1,7 @@
-"""Why the result of an operator is not finite: it runs again in float64 on the same inputs.
+"""The cause of a non-finite result: the operator runs again in float64 on the same inputs.
 
-Operators that communicate with other processes, or that need memory in a private format, are not run again. The second
-half of the file has the inputs for which operators are undefined, and recommendations for the user's code.
+Operators that communicate with other processes, or that need memory in a private format, do not run again. The second
+half of the file lists the inputs for which operators are undefined, with recommendations for the user's code.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.finding import Cause
-from ampkit.debugging.observe.operator_facts import OperatorFacts, tensors_in
+from ampkit.debugging.observe.operator_properties import OperatorProperties, tensors_in
 from ampkit.debugging.observe.rerun import run_in_float64
-from ampkit.debugging.torch_private import OpOverload
 from ampkit.dtypes import dtype_name
 
 CONSTANT = Cause("constant", "written explicitly in the code")
@@ -27,8 +26,7 @@ SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipp
 
 
 def find_cause(
-    func: OpOverload,
-    facts: OperatorFacts,
+    op: OperatorProperties,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     outputs: Sequence[Tensor],
@@ -43,31 +41,31 @@ def find_cause(
     if floats and not any(tensor.numel() for tensor in floats):
         return Cause("undefined", "undefined in any precision: the inputs have no elements")
     if from_inf:
-        rows = _rows_of_minus_inf(facts, args)
+        rows = _rows_of_minus_inf(op, args)
         is_minus_inf = not any(bool((tensor == math.inf).any()) for tensor in floats)
         inf = "-inf" if is_minus_inf else "inf"
         text = f"an input has {inf}: inf - inf, 0 * inf and inf / inf are NaN in any precision"
         return Cause("from inf", rows or text, is_minus_inf=is_minus_inf and not rows)
-    if facts.communicates or facts.opaque_state:
-        return Cause("unknown", f"{facts.name} cannot be run again to compare with float64")
+    if op.communicates or op.opaque_state:
+        return Cause("unknown", f"{op.name} cannot be run again to compare with float64")
     try:
-        exact = run_in_float64(func, facts, args, kwargs)
+        references = run_in_float64(op, args, kwargs)
     except Exception as error:  # operators without float64 raise many kinds of errors
-        return Cause("unknown", f"{facts.name} does not run in float64: {str(error).splitlines()[0][:100]}")
-    return _compare(facts.name, args, outputs, exact)
+        return Cause("unknown", f"{op.name} does not run in float64: {str(error).splitlines()[0][:100]}")
+    return _compare(op.name, args, outputs, references)
 
 
-def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> Cause:
-    """Distinguish overflow from values that are undefined in any precision, by the first output with a difference."""
-    for output, reference in zip(outputs, exact, strict=False):
+def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], references: Sequence[Tensor]) -> Cause:
+    """Distinguish overflow from values that are undefined in any precision, by the first non-finite output."""
+    for output, reference in zip(outputs, references, strict=False):
         if output.shape != reference.shape:
             continue
         if output.is_complex():
             output, reference = torch.view_as_real(output), torch.view_as_real(reference)
-        broken = ~torch.isfinite(output)
-        if not bool(broken.any()):
+        nonfinite = ~torch.isfinite(output)
+        if not bool(nonfinite.any()):
             continue
-        values = reference[broken]
+        values = reference[nonfinite]
         name, limit = dtype_name(output.dtype), torch.finfo(output.dtype).max
         finite = torch.isfinite(values)
         if bool(finite.any()):
@@ -82,9 +80,9 @@ def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: S
     return Cause("unknown", f"{op} is finite when run again on the same inputs")
 
 
-def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
+def _rows_of_minus_inf(op: OperatorProperties, args: tuple[Any, ...]) -> str:
     """Return the rows of a softmax that are -inf throughout, or that have +inf, in words; "" for other operators."""
-    if facts.name not in ("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax") or args[0].ndim == 0:
+    if op.name not in ("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax") or args[0].ndim == 0:
         return ""
     rows = (args[0] == -math.inf).all(args[1])
     if not bool(rows.any()):
@@ -102,7 +100,7 @@ def writes_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-# --- inputs for which an operator is undefined, and advice for the user's code
+# --- inputs for which an operator is undefined, and recommendations for the user's code
 
 _ROOT = (
     "the derivative of {op} is inf at 0",
@@ -119,8 +117,9 @@ _LARGE = (
     "an overflow beyond float64 too",
     "clamp before it, or subtract the maximum: logsumexp, log_softmax, softplus",
 )
+_GENERAL = ("", "exclude inputs for which it is undefined: clamp them, or torch.where on both its input and its result")
 
-# By base name of the operator: why its result, or its derivative, is undefined, and what helps.
+# By base name of the operator: why its result, or its derivative, is undefined, and a recommendation.
 _FORWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("div", "reciprocal", "rsqrt", "addcdiv", "remainder", "fmod"), _ZERO),
     **dict.fromkeys(("log", "log2", "log10", "xlogy", "special_xlog1py"), _LOG),
@@ -159,7 +158,7 @@ _FORWARD: dict[str, tuple[str, str]] = {
         ),
     ),
 }
-# Of backward, where it is another reason than that of forward.
+# For backward, if its reason is not the one of forward.
 _BACKWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("sqrt", "pow", "hypot", "norm", "linalg_vector_norm", "_euclidean_dist", "_cdist_forward"), _ROOT),
     **dict.fromkeys(("acos", "asin"), _ARC),
@@ -196,15 +195,11 @@ def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:
 
 
 def advice_for(op: str, backward_of: str) -> tuple[str, str]:
-    """Return why an operator is undefined, and what helps; in backward looked up by its forward operator."""
-    general = (
-        "",
-        "exclude inputs for which it is undefined: clamp them, or torch.where on both its input and its result",
-    )
+    """Return why an operator is undefined, and a recommendation; in backward, those of its forward operator."""
     base = _base(backward_of or op)
     known = (_BACKWARD.get(base) if backward_of else None) or _FORWARD.get(base)
     if known is None:  # the user's own operator, in a hook or in a custom function's backward
         base = _base(op)
-        known = _FORWARD.get(base, general)
-    why, advice = known
-    return why.format(op=base), advice.format(op=f"torch.{base}")
+        known = _FORWARD.get(base, _GENERAL)
+    why, recommendation = known
+    return why.format(op=base), recommendation.format(op=f"torch.{base}")

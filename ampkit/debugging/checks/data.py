@@ -12,7 +12,7 @@ from ampkit.debugging.finding import Cause
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.call_sites import find_caller
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_facts import tensors_in
+from ampkit.debugging.observe.operator_properties import tensors_in
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.tensor_values import nonfinite_elements
 from ampkit.debugging.torch_private import LoaderIterator, is_opaque
@@ -55,7 +55,7 @@ class Data:
     def blamed(self, call: Call, kind: str) -> str:
         """Return in words why the data is what overflows in a call; "" if it is not."""
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
-        computed |= any(abs(number) > _LARGE_NUMBER for number in call.numbers)  # the code's own number overflows
+        computed |= any(abs(number) > _LARGE_NUMBER for number in call.scalars)  # the code's own number overflows
         if kind == "overflow" and call.phase == "forward" and not computed:
             return "no parameter took part in it: it arrived with the data"
         if kind not in ("overflow", "intermediate", "undefined", "from inf", "rounded"):

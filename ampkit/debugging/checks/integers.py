@@ -24,8 +24,8 @@ class Integers(Check):
         self._found: set[tuple[int, int]] = set()
 
     def operator_ran(self, call: Call) -> None:
-        is_range = call.facts.base == "arange"
-        if call.phase != "forward" or not call.outputs or not (is_range or call.facts.base == "_to_copy"):
+        is_range = call.op.base == "arange"
+        if call.phase != "forward" or not call.outputs or not (is_range or call.op.base == "_to_copy"):
             return
         output = call.outputs[0]
         if output.dtype not in SIXTEEN_BIT or output.numel() < 2 or call.site in self._found:

@@ -27,7 +27,7 @@ from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.call_sites import relative
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_facts import tensors_in
+from ampkit.debugging.observe.operator_properties import tensors_in
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.snapshot import generators
 from ampkit.debugging.torch_private import is_opaque, node_name, node_sequence_number, set_version

@@ -1,27 +1,14 @@
 """Calls of scaler, backward, clipping, optimizer and scheduler in the wrong order, which raise no error.
 
-- Gradients that are clipped, or whose norm is read, while they are scaled.
-- An optimizer that steps with scaled gradients, or past the scaler with gradients that are inf or NaN.
-- `update` that is missing or called twice; `unscale_` that is called twice.
-- Gradients that are unscaled although the loss was not scaled.
-- A call that raises an exception which is suppressed.
-- `backward` inside an autocast region.
-- A scaler with bfloat16, or float16 without a scaler if gradients underflow.
-- Gradients that are never zeroed, or that are zeroed between backward and step.
-- Accumulation over micro-batches whose losses are not divided, or with clipping after each of them.
-- A second step with the same gradients.
-- A scheduler that steps although the scaler skipped the step.
-- A loss that is computed in 16 bits, since the region ended before it (only if operators are observed).
-
-Most show in two iterations. The check computes a few flags: it synchronizes with the device once per step if
-gradients may be zero, and once in float16 without a scaler.
+`_FINDINGS` lists the problems. Most appear in two iterations. The check computes a few flags: it synchronizes with the
+device once per step if gradients may be zero, and once in float16 without a scaler.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +20,6 @@ from torch.optim import Optimizer
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.tensor_values import has_nonzero
 from ampkit.debugging.observe.training_loop import calling_place, scales_losses
 from ampkit.debugging.torch_private import node_sequence_number
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
@@ -46,6 +32,81 @@ _LOSSES = frozenset(  # that a region computes in float32
     for ending in ("", "_forward")
 ) | {"smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss"}
 _NEARLY_ZERO = 2.0**-21  # float16 has three bits or fewer for smaller numbers
+# By kind: the symptom, and a fix.
+_FINDINGS = {
+    "suppressed": (
+        "{name} raises an exception that is suppressed: {error}",
+        "do not suppress exceptions around {name}, whose work is not done: correct the call",
+    ),
+    "bfloat16 scaled": (
+        "a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and skips steps",
+        "scaler = ampkit.GradGuard(), which only skips steps, or float16 in the region",
+    ),
+    "not scaled": (
+        "gradients are divided by the loss scale, and the loss was not scaled",
+        "scaler.scale(loss).backward()",
+    ),
+    "unscaled twice": ("unscale_ is called twice without an update", "{fix}"),
+    "no update": (
+        "update is not called after step: the scale never changes, and a second step is refused",
+        "scaler.update() after scaler.step(optimizer)",
+    ),
+    "updated twice": (
+        "update is called twice for one backward",
+        "call scaler.update() once, after the last scaler.step",
+    ),
+    "backward in region": (
+        "backward runs inside the autocast region, which casts its operators again",
+        "leave the region first: loss.backward() outside of `with autocast`",
+    ),
+    "rounded": (
+        "the loss is computed in {dtype}, outside of the region",
+        "leave the region after the loss, or compute the loss of output.float()",
+    ),
+    "not zeroed": (
+        "gradients of the step before are still there: zero_grad is missing",
+        "optimizer.zero_grad() after the step, or before backward",
+    ),
+    "zeroed before step": (
+        "zero_grad is called between backward and step: the step has no gradients",
+        "optimizer.zero_grad() before backward, or after the step",
+    ),
+    "clipped while scaled": (
+        "gradients are clipped, or their norm is read, while they are scaled",
+        "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)",
+    ),
+    "clipped often": (
+        "gradients are clipped {times} times for one step, after each backward",
+        "clip once, after the last backward and before the step",
+    ),
+    "step while scaled": (
+        "the optimizer steps with scaled gradients",
+        "scaler.step(optimizer) instead of optimizer.step()",
+    ),
+    "step past scaler": (
+        "the optimizer steps although unscale_ found inf or NaN in the gradients",
+        "scaler.step(optimizer) instead of optimizer.step(): it skips such steps",
+    ),
+    "step twice": (
+        "the optimizer steps twice with the same gradients",
+        "step once: scaler.step(optimizer) if there is a scaler, and remove the other step",
+    ),
+    "not divided": (
+        "gradients of {times} backward calls are summed, and the losses are not divided",
+        "(loss / {times}).backward(), so that they are averaged",
+    ),
+    "underflow": (
+        "gradients underflow in float16, and the loss is not scaled",
+        "scaler = GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(). "
+        "Or bfloat16 in the region",
+    ),
+    "scheduler after skip": (
+        "the scheduler steps although the scaler skipped the step",
+        "step it only if the step was executed: scale = scaler.get_scale() before update(), and "
+        "scheduler.step() if scaler.get_scale() >= scale",
+    ),
+}
+_NOTES = ("bfloat16 scaled", "backward in region", "rounded", "clipped often", "not divided", "scheduler after skip")
 
 
 @dataclass
@@ -54,10 +115,10 @@ class _OptimizerState:
 
     parameters: list[Tensor] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # of gradients: before a backward, after a step
-    scaled: bool = False  # the gradients are, since the last backward that reached them
+    scaled: bool = False  # the gradients are scaled, since the last backward that reached them
     backwards: dict[Place, int] = field(default_factory=dict)  # calls by line, since the last step
     divided: bool = False  # the loss of some backward was a quotient or a product
-    last_gradients: list[Tensor | None] = field(default_factory=list)  # those of the last step
+    last_gradients: list[Tensor | None] = field(default_factory=list)  # gradients of the last step
     cleared: bool = True  # the gradients of the last step were cleared or replaced
     skipped: bool = False  # the scaler skipped the last step
     steps_since_scheduler: int = 0  # executed or skipped
@@ -67,10 +128,10 @@ class _OptimizerState:
     unscaled: bool = False  # `unscale_` was called since the last `update`
     stepped_at: Place | None = None  # the line of `scaler.step` since the last `update`
     largest: Tensor | None = None  # magnitude in each gradient, after an unscaled backward in float16
-    underflows: bool = False  # after such a backward some gradient was 0 or nearly
+    underflows: bool = False  # after an unscaled backward in float16 some gradient was nearly 0
 
     def gradient_versions(self) -> list[tuple[int, int]]:
-        """Return the identity and version of each gradient, which change where one is written; (0, 0) without one."""
+        """Return the identity and version of each gradient, which change if it is written; (0, 0) without one."""
         return [(0, 0) if p.grad is None else (id(p.grad), p.grad._version) for p in self.parameters]
 
 
@@ -84,34 +145,32 @@ class LoopOrder(Check):
         super().__init__(run, add)
         self._loop = run.loop
         self._optimizers: dict[Optimizer, _OptimizerState] = {}
-        self._unknown = _OptimizerState()  # of every optimizer that has not been called yet
+        self._unknown = _OptimizerState()  # of each optimizer that has not been called yet
         self._updated: set[Any] = set()  # scalers that were updated since the last backward of a scaled loss
         self._casts: list[Tensor] = []  # two flags for each float16 cast of the last backward, see `_note_casts`
         self._raised: tuple[str, str, Place] | None = None  # the last call that raised: its name, the error, the line
         self._scaled = False  # `scale` was called since the last update
+        self._loss: Tensor | None = None  # the first root of the last backward
 
     def call_starts(self) -> None:
-        """Add a finding if the loop goes on after one of its calls raised an error."""
+        """Add a finding if the loop continues after one of its calls raised an error."""
         if self._raised is not None:
             name, error, place = self._raised
             self._raised = None
-            self._add(
-                "suppressed",
-                f"{name} raises an exception that is suppressed: {error}",
-                f"do not suppress exceptions around {name}, whose work is not done: correct the call",
-                place,
-            )
+            self._add("suppressed", place, name=name, error=error)
 
     def call_raised(self, name: str, error: Exception) -> None:
         """Note a call that raised an error, which the loop may suppress."""
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
         self._raised = name, text, calling_place()
 
-    def _add(
-        self, kind: str, what: str, fix: str, at: Place | None = None, *, grade: Grade = "error", why: str = ""
-    ) -> None:
-        finding = Finding(grade=grade, check=self.name, cause=Cause(kind, why), what=what, fix=Fix(fix))
-        finding.place, finding.step = at or calling_place(), self._loop.iterations.number
+    def _add(self, kind: str, at: Place | None = None, *, why: str = "", **values: Any) -> None:
+        """Add a finding of `_FINDINGS`, with these values in its text."""
+        what, fix = _FINDINGS[kind]
+        grade: Grade = "note" if kind in _NOTES else "error"
+        finding = Finding(grade=grade, check=self.name, cause=Cause(kind, why), what=what.format(**values))
+        finding.fix, finding.place = Fix(fix.format(**values)), at or calling_place()
+        finding.step = self._loop.iterations.number
         self.add(finding)
 
     # --- the scaler
@@ -119,24 +178,14 @@ class LoopOrder(Check):
     def scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         self._scaled = True
         if scales_losses(scaler) and self._loop.dtypes == {torch.bfloat16}:
-            self._add(
-                "bfloat16 scaled",
-                "a loss is scaled for bfloat16, which has float32's range: scaling has no use there, and skips steps",
-                "scaler = ampkit.GradGuard(), which only skips steps, or float16 in the region",
-                grade="note",
-            )
+            self._add("bfloat16 scaled")
         yield
 
     def unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         state = self._state_of(optimizer)
         if state.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
-            self._add(
-                "unscaled twice",
-                "unscale_ is called twice without an update",
-                "call scaler.update() also if the step is omitted"
-                if state.scaled
-                else "call scaler.unscale_(optimizer) once, before clipping",
-            )
+            fix = "call scaler.unscale_(optimizer) once, before clipping"
+            self._add("unscaled twice", fix="call scaler.update() also if the step is omitted" if state.scaled else fix)
         self._check_scaled(scaler, state)
         state.scaler, state.unscaled = scaler, True
         yield
@@ -145,22 +194,12 @@ class LoopOrder(Check):
     def _check_scaled(self, scaler: Any, state: _OptimizerState) -> None:
         """Add a finding if gradients are about to be unscaled although no loss was scaled."""
         if scales_losses(scaler) and state.backwards and not (self._scaled or state.scaled or state.unscaled):
-            self._add(
-                "not scaled",
-                "gradients are divided by the loss scale, and the loss was not scaled",
-                "scaler.scale(loss).backward()",
-                _most_frequent(state.backwards),
-            )
+            self._add("not scaled", _most_frequent(state.backwards))
 
     def scaler_step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         state = self._state_of(optimizer)
         if state.stepped_at and scaler.is_enabled():
-            self._add(
-                "no update",
-                "update is not called after step: the scale never changes, and a second step is refused",
-                "scaler.update() after scaler.step(optimizer)",
-                state.stepped_at,
-            )
+            self._add("no update", state.stepped_at)
         self._check_scaled(scaler, state)
         self._check_gradients(state, closure=bool(args) or "closure" in kwargs)
         state.scaler, state.stepped_at, state.scaled = scaler, calling_place(), False
@@ -171,11 +210,7 @@ class LoopOrder(Check):
 
     def update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if scaler in self._updated and scales_losses(scaler) and not args and not kwargs:
-            self._add(
-                "updated twice",
-                "update is called twice for one backward",
-                "call scaler.update() once, after the last scaler.step",
-            )
+            self._add("updated twice")
         self._updated.add(scaler)
         self._scaled = False
         for state in self._states():
@@ -186,16 +221,9 @@ class LoopOrder(Check):
     # --- gradients
 
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        scaled = self._loop.loss_is_scaled
-        roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else ()
-        loss = next((root for root in roots if isinstance(root, Tensor)), None)
+        scaled, loss = self._loop.loss_is_scaled, self._loss
         if loss is not None and torch.is_autocast_enabled(loss.device.type):
-            self._add(
-                "backward in region",
-                "backward runs inside the autocast region, which casts its operators again",
-                "leave the region first: loss.backward() outside of `with autocast`",
-                grade="note",
-            )
+            self._add("backward in region")
         if scaled:
             self._updated.clear()
         for state in self._states():
@@ -229,29 +257,20 @@ class LoopOrder(Check):
                 state.zeroed_at = calling_place()
 
     def _check_gradients(self, state: _OptimizerState, *, closure: bool) -> None:
-        """Add a finding if a step is about to use gradients of the step before too, or none of the last backward.
+        """Add a finding if a step is about to use gradients of the last step as well, or none of the last backward.
 
         A scaler that skips the step does not call the optimizer.
         """
         if not state.cleared and state.backwards and not closure:
-            self._add(
-                "not zeroed",
-                "gradients of the step before are still there: zero_grad is missing",
-                "optimizer.zero_grad() after the step, or before backward",
-            )
+            self._add("not zeroed")
         if state.zeroed_at and all(p.grad is None for p in state.parameters):
-            self._add(
-                "zeroed before step",
-                "zero_grad is called between backward and step: the step has no gradients",
-                "optimizer.zero_grad() before backward, or after the step",
-                state.zeroed_at,
-            )
+            self._add("zeroed before step", state.zeroed_at)
 
     def _check_cleared(self, state: _OptimizerState) -> None:
         """Note whether the gradients of the last step were cleared: the first is None, another tensor, or zero."""
         if not state.cleared and state.last_gradients:
             gradient, last = state.parameters[0].grad, state.last_gradients[0]
-            state.cleared = gradient is None or gradient is not last or not has_nonzero(gradient)
+            state.cleared = gradient is None or gradient is not last or not any(map(torch.any, _plain([gradient])))
 
     def read_norm(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         self._check_unscaled(*args, **kwargs)
@@ -274,15 +293,12 @@ class LoopOrder(Check):
         states = [s for s in self._states() if any(id(p.grad) in ids for p in s.parameters)]
         unscaled = any(state.unscaled for state in self._states())
         if any(state.scaled for state in states) or (not states and self._unknown.scaled and not unscaled):
-            self._add(
-                "clipped while scaled",
-                "gradients are clipped, or their norm is read, while they are scaled",
-                "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)",
-            )
+            self._add("clipped while scaled")
         return states
 
     def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
-        """Check for a loss that is computed in 16 bits, as no region would do."""
+        """Check for a loss that is computed in 16 bits, unlike in a region."""
+        self._loss = next(iter(roots), None)
         for root in roots:
             node: Any = root.grad_fn
             while node is not None and node.name().startswith(("Mul", "ToCopy")):  # by the scale
@@ -291,15 +307,9 @@ class LoopOrder(Check):
             dtype = None if node is None else node._input_metadata[0].dtype
             if forward is None or dtype not in SIXTEEN_BIT or not self._loop.dtypes:
                 continue
-            if forward.facts.base in _LOSSES:
-                self._add(
-                    "rounded",
-                    f"the loss is computed in {dtype_name(dtype)}, outside of the region",
-                    "leave the region after the loss, or compute the loss of output.float()",
-                    self.run.place(forward),
-                    grade="note",
-                    why="inside of it the region computes a loss in float32",
-                )
+            if forward.op.base in _LOSSES:
+                why = "inside of it the region computes a loss in float32"
+                self._add("rounded", self.run.place(forward), why=why, dtype=dtype_name(dtype))
 
     # --- optimizers, schedulers
 
@@ -324,67 +334,37 @@ class LoopOrder(Check):
         state = self._state_of(optimizer)
         in_scaler_step = self._loop.in_scaler_step
         if state.scaled and state.backwards and not in_scaler_step:
-            self._add(
-                "step while scaled",
-                "the optimizer steps with scaled gradients",
-                "scaler.step(optimizer) instead of optimizer.step()",
-            )
+            self._add("step while scaled")
         past_scaler = state.unscaled and state.scaler.is_enabled() and not in_scaler_step
         if past_scaler and not _is_finite(optimizer):
-            self._add(
-                "step past scaler",
-                "the optimizer steps although unscale_ found inf or NaN in the gradients",
-                "scaler.step(optimizer) instead of optimizer.step(): it skips such steps",
-            )
+            self._add("step past scaler")
         if not in_scaler_step:
             self._check_gradients(state, closure=closure)
         if state.last_gradients and not closure and not state.backwards:
             versions = state.gradient_versions()
             if versions == state.versions and any(version != (0, 0) for version in versions):
-                self._add(
-                    "step twice",
-                    "the optimizer steps twice with the same gradients",
-                    "step once: scaler.step(optimizer) if there is a scaler, and remove the other step",
-                )
+                self._add("step twice")
         if state.largest is not None and state.backwards:
             self._check_underflow(state, state.largest.tolist())
         most = max(state.backwards.values(), default=0)
         for place, times in state.clips.items():
             if times > 1 and times == most:
-                self._add(
-                    "clipped often",
-                    f"gradients are clipped {times} times for one step, after each backward",
-                    "clip once, after the last backward and before the step",
-                    place,
-                    grade="note",
-                )
+                self._add("clipped often", place, times=times)
         if most > 1 and not state.divided:
-            self._add(
-                "not divided",
-                f"gradients of {most} backward calls are summed, and the losses are not divided",
-                f"(loss / {most}).backward(), so that they are averaged",
-                _most_frequent(state.backwards),
-                grade="note",
-            )
+            self._add("not divided", _most_frequent(state.backwards), times=most)
 
     def _check_underflow(self, state: _OptimizerState, largest: Sequence[float]) -> None:
-        """Add a finding if gradients are 0, or nearly, because of float16: a loss scale would keep them.
+        """Add a finding if gradients are nearly 0 because of float16: a loss scale would preserve them.
 
         A gradient can be 0 in float32 as well: of masked values, dead units or unused parameters. So it is a finding
-        only with a cast in the next backward that made all of a gradient 0, or if the largest of all gradients is below
+        only if a cast in the next backward makes all of a gradient 0, or if the largest of all gradients is below
         float16's normal numbers.
         """
         if min(largest) >= _NEARLY_ZERO:
             return
         casts = [flags.tolist() for flags in self._casts]
         if any(zero or (counts and 0 < max(largest) < _SMALLEST_NORMAL) for counts, zero in casts):
-            self._add(
-                "underflow",
-                "gradients underflow in float16, and the loss is not scaled",
-                "scaler = GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(). "
-                "Or bfloat16 in the region",
-                _most_frequent(state.backwards),
-            )
+            self._add("underflow", _most_frequent(state.backwards))
         state.underflows = True
 
     def step_ended(self, optimizer: Optimizer | None, *, complete: bool = True) -> None:
@@ -405,37 +385,35 @@ class LoopOrder(Check):
         state = self._optimizers.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
         if state is not None:
             if state.skipped and state.steps_since_scheduler == 1:
-                self._add(
-                    "scheduler after skip",
-                    "the scheduler steps although the scaler skipped the step",
-                    "step it only if the step was executed: scale = scaler.get_scale() before update(), and "
-                    "scheduler.step() if scaler.get_scale() >= scale",
-                    grade="note",
-                )
+                self._add("scheduler after skip")
             state.steps_since_scheduler = 0
         yield
 
 
 def _is_finite(optimizer: Optimizer) -> bool:
-    """Return whether all gradients that an optimizer is about to use are finite, as far as they can be read."""
+    """Return whether all readable gradients that an optimizer is about to use are finite."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return all(bool(g.isfinite().all()) for g in gradients if type(g) is Tensor and g.layout is torch.strided)
+    return all(bool(gradient.isfinite().all()) for gradient in _plain(gradients))
+
+
+def _plain(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the gradients that can be read, without None, sparse gradients and subclasses."""
+    return [each for each in gradients if type(each) is Tensor and each.layout is torch.strided and each.numel()]
 
 
 def _largest(parameters: list[Tensor]) -> Tensor | None:
-    """Return the largest magnitude in each gradient, on the device, without sparse gradients and subclasses."""
-    gradients = [p.grad for p in parameters if type(p.grad) is Tensor and p.grad.layout is torch.strided]
+    """Return the largest magnitude in each gradient that can be read, on the device."""
     with torch.no_grad():
-        largest = [gradient.abs().amax().float() for gradient in gradients if gradient.numel()]
+        largest = [gradient.abs().amax().float() for gradient in _plain(p.grad for p in parameters)]
         return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]) if largest else None
 
 
 def _note_casts(loss: Tensor, notes: list[Tensor], hooks: ExitStack) -> None:
     """Have the first cast on each path back from a loss append two flags to `notes`, if float16 takes part in it.
 
-    The flags: the gradient is more than rounding; and it is, but all of it is 0 after the cast. If a loss does not
-    depend on its inputs, as behind a norm, gradients are rounding of float32, a millionth of the loss or less. Losing
-    those is not an underflow.
+    The flags: the gradient is more than rounding; it is, and all of it is 0 after the cast. If a loss does not depend
+    on its inputs, such as after a norm, gradients are rounding errors of float32, a millionth of the loss or less. If
+    these become 0, it is not an underflow.
     """
     rounding = loss.detach().abs().sum().float() * 1e-5
 
@@ -462,7 +440,7 @@ def _most_frequent(calls: dict[Place, int]) -> Place:
 
 
 def _is_divided(loss: Tensor, scaled: bool) -> bool:
-    """Return whether a loss is a quotient or a product: of several micro-batches, it may be its share."""
+    """Return whether a loss is a quotient or a product: it may be the share of one micro-batch."""
     node = loss.grad_fn
     if scaled and node is not None:
         node = node.next_functions[0][0] if node.next_functions else None

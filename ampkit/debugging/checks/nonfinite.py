@@ -1,4 +1,4 @@
-"""Where inf and NaN begin: the first operator whose inputs were finite and whose result was not.
+"""The origin of inf and NaN: the first operator whose inputs were finite and whose result was not.
 
 Values that later operators mask, such as a mask of -inf, are not errors. A gradient that overflows only because of the
 loss scale is in `Report.skipped`: the scaler skips that step.
@@ -7,6 +7,7 @@ loss scale is in `Report.skipped`: the scaler skips that step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,23 +19,17 @@ from ampkit.debugging.checks import causes
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.checks.data import Data
 from ampkit.debugging.checks.origins import Event, Origin, find_origins, masked
-from ampkit.debugging.checks.replay import explain, maker_of_zero
+from ampkit.debugging.checks.replay import explain, zero_producer
 from ampkit.debugging.finding import Cause, Finding, Operand
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_facts import item_of, readable, tensors_in
+from ampkit.debugging.observe.operator_properties import item_of, readable, tensors_in
 from ampkit.debugging.observe.storage_map import StorageMap
-from ampkit.debugging.observe.tensor_values import (
-    described,
-    extremes,
-    is_nonfinite,
-    nonfinite_elements,
-    nonfinite_kinds,
-)
+from ampkit.debugging.observe.tensor_values import described, extremes, nonfinite_elements, nonfinite_kinds
 from ampkit.debugging.torch_private import is_opaque
 from ampkit.dtypes import dtype_name
 
-_MAX_EXPLAINED = 2  # replays of the operator of one line: an inf that is masked occurs in each step
+_MAX_REPLAYS = 2  # of the operator of one line: an inf that is masked occurs in each step
 
 
 class _Input(NamedTuple):
@@ -46,7 +41,7 @@ class _Input(NamedTuple):
 
 
 class NonFinite(Check):
-    """Follows inf and NaN from the operator where they begin to a loss, gradient, parameter or result."""
+    """Tracks inf and NaN from the operator that produces them to a loss, gradient, parameter or result."""
 
     name = "nonfinite"
 
@@ -55,7 +50,7 @@ class NonFinite(Check):
         self._data = Data(run)
         self._events: dict[int, Event] = {}  # of this step: the non-finite ones, and those that read them
         self._writers: StorageMap[tuple[int, ...]] = StorageMap()  # by storage: the events that wrote it
-        self._explained: dict[tuple[str, str, int, str], int] = {}  # how often a replay explained an operator's inf
+        self._replays: dict[tuple[str, str, int, str], int] = {}  # number of replays, by operator, line and phase
         self._next = 0  # index of the next event
         self._skipped: set[int] = set()  # the non-finite events of the last step that a scaler skipped
 
@@ -63,77 +58,69 @@ class NonFinite(Check):
         self._data.opened(stack)
 
     def operator_ran(self, call: Call) -> None:
-        facts = call.facts
+        op = call.op
         if call.starts_backward:
             for index in self._writers_of(call.tensors[0]) or ():
                 if index in self._events:
-                    self._events[index].shows = "loss"
-        read: list[Tensor] = [] if facts.shape_only else list(call.tensors)
-        if facts.overwrites:
-            written = facts.written(call.args, call.kwargs)
+                    self._events[index].role = "loss"
+        read: list[Tensor] = [] if op.shape_only else list(call.tensors)
+        if op.overwrites:
+            written = op.written(call.args, call.kwargs)
             read = [tensor for tensor in read if not any(tensor is other for other in written)]
         inputs = [_Input(call.before.get(id(each), each), each, self._writers_of(each)) for each in read]
         indices = {index for each in inputs for index in each.writers or () if index in self._events}
         if not call.outputs:  # a comparison, an index, or a number on the host
             indices = {index for index in indices if not self._events[index].scalar}  # loops often check a loss
             if indices and isinstance(call.result, Tensor) and call.result.dtype is torch.bool:
-                self._add_event(Event(self._next, call.phase, tuple(indices)))
+                event = self._new_event(call.phase, indices)
+                self._events[event.index] = event
             return
-        event = Event(
-            self._next, call.phase, tuple(indices), scalar=all(output.numel() == 1 for output in call.outputs)
-        )
-        self._next += 1
-        if facts.is_given:
+        event = self._new_event(call.phase, indices)
+        event.scalar = all(output.numel() == 1 for output in call.outputs)
+        if op.takes_storage:
             return  # an operator that reads it finds a tensor that was there before
         for output in call.outputs:
             self._note_writer(output, event.index, call)
-        if facts.uninitialized or facts.communicates:
-            # The values mean nothing yet: memory is not written, or on its way. The first reader checks them.
+        if op.uninitialized or op.communicates:
+            # The values are not there yet: memory that is not written, or a message. The first reader checks them.
             finding = self._begin_finding(event, call, call.outputs[0])
-            finding.cause = causes.UNINITIALIZED if facts.uninitialized else causes.RECEIVED
+            finding.cause = causes.UNINITIALIZED if op.uninitialized else causes.RECEIVED
             return
         for low, high in call.ranges:
             event.note_range(low, high)
-        if event.broken:
+        if event.nonfinite:
             self._explain(event, call, inputs)
         elif indices:
             self._events[event.index] = event  # it may mask a non-finite value
 
     def step_ended(self, optimizer: Any, *, complete: bool = True) -> None:
         if optimizer is None and complete:
-            self._skipped = {index for index, event in self._events.items() if event.broken}
-        try:
-            if any(event.broken for event in self._events.values()):
-                self._note_gradients()
-                self._add_findings(complete)
-        finally:
-            self._events.clear()
+            self._skipped = {index for index, event in self._events.items() if event.nonfinite}
+        if any(event.nonfinite for event in self._events.values()):
+            self._note_gradients()
+            self._add_findings(complete)
+        self._events.clear()
 
     def _add_findings(self, complete: bool) -> None:
         """Turn the events of a step into findings."""
         origins = find_origins(self._events, complete=complete)
         found = [(origin, self._finding(origin)) for origin in origins]
-        is_scaled = {id(finding): origin.only_gradients and _scaler_helps(finding) for origin, finding in found}
-        overflows = any(is_scaled.values())
-        for origin, finding in found:
+        skipped = [origin.only_gradients and _scaler_helps(finding) for origin, finding in found]
+        for (origin, finding), is_skipped in zip(found, skipped, strict=True):
             # An inf that a smaller scale avoids may become NaN later in backward: the next step shows the rest.
-            if is_scaled[id(finding)]:
-                self.add(finding, skipped=True)
-            elif not (overflows and origin.only_gradients):
-                self.add(finding)
+            if is_skipped or not (any(skipped) and origin.only_gradients):
+                self.add(finding, skipped=is_skipped)
         # In a step that an exception ended, a value that nothing has read yet is not masked either.
         for event in masked(self._events, origins if complete else find_origins(self._events)):
-            assert event.finding is not None
-            cause = event.rounded or event.finding.cause
-            what = f"a result is {event.values}, which a later operator masks"
-            self.add(replace(event.finding, grade="note", what=what, cause=cause, inputs=(), step=self.run.step))
+            finding = replace(event.known, grade="note", inputs=(), step=self.run.step)
+            finding.what = f"a result is {event.values}, which a later operator masks"
+            finding.cause = event.rounded or finding.cause
+            self.add(finding)
 
     def _finding(self, origin: Origin) -> Finding:
         """Return the finding of an origin."""
         event, symptom = origin.event, origin.symptom
-        assert event.finding is not None
-        assert symptom.finding is not None
-        finding = replace(event.finding, step=self.run.step, scale=self.run.scale, nonfinite=event.nonfinite)
+        finding = replace(event.known, step=self.run.step, scale=self.run.scale, nonfinite=tuple(event.nonfinite))
         cause = finding.cause
         if event.rounded is not None:
             finding.cause, finding.producer = event.rounded, finding.rounding_sources[0]
@@ -143,10 +130,9 @@ class NonFinite(Check):
         elif cause.kind == "constant":
             finding.cause = replace(cause, text=f"{event.values} is written explicitly in the code")
         elif cause.kind == "from inf" and origin.constant is not None:
-            assert origin.constant.finding is not None
-            finding.producer = origin.constant.finding.place
+            finding.producer = origin.constant.known.place
         if cause.kind != "arrived":
-            finding.parameter = symptom.finding.parameter
+            finding.parameter = symptom.known.parameter
         finding.what = _symptom(symptom)
         finding.unused = not origin.is_used
         if finding.unused and finding.kind == "undefined":
@@ -166,10 +152,9 @@ class NonFinite(Check):
                 continue
             for index in self._writers_of(parameter.grad) or ():
                 event = self._events.get(index)
-                if event is not None and event.broken:
-                    assert event.finding is not None
-                    event.shows = event.shows or "gradient"
-                    event.finding.parameter = event.finding.parameter or name
+                if event is not None and event.nonfinite:
+                    event.role = event.role or "gradient"
+                    event.known.parameter = event.known.parameter or name
 
     # --- the operators that wrote a tensor
 
@@ -180,16 +165,16 @@ class NonFinite(Check):
     def _note_writer(self, tensor: Tensor, index: int, call: Call) -> None:
         """Note the event that wrote a tensor; a write to a part of a storage adds to the writers of the rest."""
         earlier: tuple[int, ...] = ()
-        if call.facts.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
+        if call.op.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
             earlier = tuple(writer for writer in self._writers_of(tensor) or () if writer in self._events)
         self._writers.set(tensor, (*earlier, index))
 
-    def _add_event(self, event: Event) -> None:
-        self._events[event.index] = event
+    def _new_event(self, phase: str, inputs: Iterable[int] = ()) -> Event:
         self._next += 1
+        return Event(self._next - 1, phase, tuple(inputs))
 
     def _begin_finding(self, event: Event, call: Call, tensor: Tensor) -> Finding:
-        """Keep an event until the end of the step, and begin its finding."""
+        """Store an event until the end of the step, and begin its finding."""
         backwards = self.run.backwards
         event.finding = Finding(
             grade="error",
@@ -207,15 +192,14 @@ class NonFinite(Check):
         """Add an event for a tensor from before the step that a call reads; no event if it cannot be read."""
         if next(readable([tensor]), None) is None:
             return ()
-        event = Event(self._next, "before")
-        self._next += 1
+        event = self._new_event("before")
         self._writers.set(tensor, (event.index,))
         finding = self._begin_finding(event, call, tensor)
         finding.place = replace(finding.place, index=-1, op="", phase="before", backward_of="")
         finding.parameter = self.run.name_of(tensor)
         finding.cause = Cause("arrived", "it was there before the step")
         event.note_range(*extremes(tensor))
-        if event.broken and not finding.parameter:
+        if event.nonfinite and not finding.parameter:
             finding.cause = self._data.cause(tensor, event.values)
         return (event.index,)
 
@@ -229,12 +213,12 @@ class NonFinite(Check):
         if any(index in self._skipped for each in inputs for index in each.writers or ()):
             finding.cause = causes.SKIPPED
             return
-        if call.facts.literal or causes.writes_nonfinite(before):
+        if call.op.literal or causes.writes_nonfinite(before):
             finding.cause = causes.CONSTANT
             return
         first = next(i for i, (low, high) in enumerate(call.ranges) if not math.isfinite(high - low))
         finding.elements = nonfinite_elements(outputs[first])
-        if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        if call.op.on_lists:
             before, outputs = item_of(before, first, len(outputs)), [outputs[first]]
         arguments = {id(tensor) for tensor in tensors_in(before)}
         inputs = [each for each in inputs if id(each.before) in arguments]
@@ -245,10 +229,10 @@ class NonFinite(Check):
             low, high = extremes(each.before)
             if not math.isfinite(high - low):
                 kinds |= nonfinite_kinds(low, high)
-                event.inputs += self._blamed(each, low, high, call, event.index)
-        is_new = call.phase == "forward" and kinds == {"-inf"} and "inf" in event.broken  # next to a mask
-        if "nan" in kinds or (kinds and "nan" not in event.broken and not is_new):
-            return  # passed on
+                event.inputs += self._origin_of(each, low, high, call, event.index)
+        is_new = call.phase == "forward" and kinds == {"-inf"} and "inf" in event.nonfinite  # next to a mask
+        if "nan" in kinds or (kinds and "nan" not in event.nonfinite and not is_new):
+            return  # propagated from an input
         finding.inputs = tuple(
             Operand(
                 dtype_name(each.before.dtype),
@@ -258,52 +242,47 @@ class NonFinite(Check):
             if each.before.numel() and not is_opaque(each.before) and each.before.dtype is not torch.bool
         )
         args, kwargs = before
-        is_new &= "nan" not in event.broken
-        assert call.func is not None
-        cause = causes.find_cause(call.func, call.facts, args, kwargs, outputs, from_inf=bool(kinds) and not is_new)
+        is_new &= "nan" not in event.nonfinite
+        cause = causes.find_cause(call.op, args, kwargs, outputs, from_inf=bool(kinds) and not is_new)
         if is_new and cause.kind not in ("overflow", "intermediate"):
-            return  # passed on with another sign
+            return  # propagated with another sign
         finding.cause = cause
         event.is_auxiliary = math.isfinite(sum(call.ranges[0]))
         event.is_mask = _is_mask(call, cause)
-        place = (call.facts.name, *finding.place.site, call.phase)
-        known = self._explained.get(place, 0)
-        if cause.kind in ("undefined", "from inf") and known < _MAX_EXPLAINED:
-            self._explained[place] = known + 1
-            self._replay(event, call)
+        place = (call.op.name, *finding.place.site, call.phase)
+        replays = self._replays.get(place, 0)
+        if cause.kind in ("undefined", "from inf") and replays < _MAX_REPLAYS:
+            self._replays[place] = replays + 1
+            self._replay(finding, event)
         text = "" if event.is_mask else self._data.blamed(call, cause.kind)
         if text:
             finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {text}", is_of_data=True)
 
-    def _replay(self, event: Event, call: Call) -> None:
-        """Find the calls that rounded the operands of a call that is undefined for them."""
-        tape, finding = self.run.tape, event.finding
-        if tape is None:
-            return
-        assert finding is not None
-        explanation = explain(tape, call.index)
+    def _replay(self, finding: Finding, event: Event) -> None:
+        """Find the calls that rounded the operands of the last call, which is undefined for them."""
+        recorded = self.run.tape.calls[-1]
+        explanation = explain(recorded)
         finding.rounding_sources = tuple(
-            replace(self.run.place(maker.call), dtype=dtype_name(maker.dtype)) for maker in explanation.makers
+            replace(self.run.place(source.call), dtype=dtype_name(source.dtype)) for source in explanation.sources
         )
-        if explanation.makers:
+        if explanation.sources:
             event.rounded = Cause("rounded", explanation.text, is_number=explanation.is_number)
             return
         finding.cause = replace(finding.cause, is_exact=explanation.exact)
         if finding.cause.kind == "undefined":
-            zero = maker_of_zero(tape, call.index)
-            finding.producer = None if zero is None else self.run.place(zero)
+            producer = zero_producer(recorded)
+            finding.producer = None if producer is None else self.run.place(producer)
 
-    def _blamed(self, argument: _Input, low: float, high: float, call: Call, reader: int) -> tuple[int, ...]:
-        """Return the event to blame for a non-finite input; none if a writer is known to be non-finite already."""
+    def _origin_of(self, argument: _Input, low: float, high: float, call: Call, reader: int) -> tuple[int, ...]:
+        """Return the event that explains a non-finite input; none if a writer is known to be non-finite already."""
         writers = [self._events[index] for index in argument.writers or () if index in self._events]
-        if any(writer.broken for writer in writers):
+        if any(writer.nonfinite for writer in writers):
             return ()
         for writer in writers:
             if writer.kind in ("uninitialized", "received"):
-                assert writer.finding is not None
                 writer.note_range(low, high)
-                if any(index in self._events and self._events[index].broken for index in writer.inputs):
-                    writer.finding.cause = causes.PASSED_ON  # this rank sent a non-finite value itself
+                if any(index in self._events and self._events[index].nonfinite for index in writer.inputs):
+                    writer.known.cause = causes.PASSED_ON  # this rank sent a non-finite value itself
                 return (writer.index,)
         latest = self._writers.get(argument.tensor)
         arrived = self._arrive(argument.tensor, call)
@@ -315,21 +294,22 @@ class NonFinite(Check):
 
     def _note_parameter(self, event: Event, call: Call) -> None:
         """Note the first non-finite parameter or buffer that a call writes, or whose gradient a scaler writes."""
-        assert event.finding is not None
-        if call.phase == "scaler" and not call.facts.mutable:  # it counts in gradients that the scaler has written
+        if call.phase == "scaler" and not call.op.mutable:  # it counts in gradients that the scaler has written
             read = (self._events[index].finding for index in event.inputs if index in self._events)
-            event.finding.parameter = next((each.parameter for each in read if each is not None), "")
+            event.known.parameter = next((each.parameter for each in read if each is not None), "")
             return
-        if not (call.facts.mutable or call.facts.undeclared_writes):
+        if not call.op.writes:
             return
         buffers = {id(buffer) for root in self.run.modules.roots() for buffer in root.buffers()}
-        for output in filter(is_nonfinite, call.outputs):
+        for output, (low, high) in zip(call.outputs, call.ranges, strict=True):
+            if math.isfinite(high - low):
+                continue
             if call.phase == "scaler":
-                event.finding.parameter = self.run.name_of(output).removesuffix(".grad")
+                event.known.parameter = self.run.name_of(output).removesuffix(".grad")
                 return
-            if output.is_leaf and (output.requires_grad if call.facts.mutable else id(output) in buffers):
-                event.shows = "parameter" if call.facts.mutable else "buffer"
-                event.finding.parameter = self.run.name_of(output)
+            if output.is_leaf and (output.requires_grad if call.op.mutable else id(output) in buffers):
+                event.role = "parameter" if call.op.mutable else "buffer"
+                event.known.parameter = self.run.name_of(output)
                 return
 
 
@@ -347,18 +327,17 @@ def _is_mask(call: Call, cause: Cause) -> bool:
     """Return whether an inf is a number of the code that the dtype cannot hold, such as the -9e15 of a mask."""
     if cause.kind != "overflow" or cause.limit is None or any(each.requires_grad for each in call.tensors):
         return False
-    return any(abs(number) > cause.limit for number in call.numbers)
+    return any(abs(number) > cause.limit for number in call.scalars)
 
 
 def _symptom(event: Event) -> str:
     """Return the symptom in the user's words: a loss, parameter, gradient or result, and its non-finite values."""
-    assert event.finding is not None
-    name = event.finding.parameter
-    if event.shows == "loss":
+    name = event.known.parameter
+    if event.role == "loss":
         subject = "the loss"
-    elif event.shows in ("parameter", "buffer"):
-        subject = f"{event.shows} {name or '?'}"
-    elif event.shows == "gradient" or event.phase in ("backward", "scaler"):
+    elif event.role in ("parameter", "buffer"):
+        subject = f"{event.role} {name or '?'}"
+    elif event.role == "gradient" or event.phase in ("backward", "scaler"):
         subject = f"the gradient of {name or 'an input'}"
     else:
         subject = "a result" if event.scalar else "a tensor that nothing reads"

@@ -1,8 +1,8 @@
-"""Which non-finite values of a step are faults: pure functions that follow each from its origin to a symptom.
+"""The non-finite values of a step that are problems: pure functions that track each from its origin to a symptom.
 
-A value that is not finite is no fault by itself. A softmax absorbs a mask of -inf, `1 / (1 + exp(-x))` absorbs the inf
-of its exp, and `where` drops a NaN on purpose. So an origin is reported only if its value can be followed to a
-*symptom*: the loss, a gradient, a parameter, or a result that nothing reads any more.
+A non-finite value may be intended. A softmax masks -inf, `1 / (1 + exp(-x))` masks the inf of its exp, and `where`
+drops a NaN. So an origin is reported only if its value propagates to a *symptom*: the loss, a gradient, a parameter, or
+a result that nothing reads.
 """
 
 from __future__ import annotations
@@ -22,27 +22,33 @@ class Event:
     index: int
     phase: str
     inputs: tuple[int, ...] = ()  # the indices of the events whose values it read
-    broken: frozenset[str] = frozenset()  # which of "nan", "inf" and "-inf" its result contains
-    shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""  # which of these its result is
+    nonfinite: frozenset[str] = frozenset()  # which of "nan", "inf" and "-inf" its result contains
+    role: Literal["", "loss", "gradient", "parameter", "buffer"] = ""  # the kind of tensor that its result is
     scalar: bool = False
-    finding: Finding | None = None  # of a broken result
-    rounded: Cause | None = None  # if its operands are what rounding made
-    is_auxiliary: bool = False  # the operator's first result is finite, as the loss of a CTC beside its alignments
-    is_mask: bool = False  # a number of the code overflowed, as of a mask: like a constant inf
+    finding: Finding | None = None  # of a non-finite result
+    rounded: Cause | None = None  # if rounding produced its operands
+    is_auxiliary: bool = False  # the operator's first result is finite, such as a CTC loss, not its alignments
+    is_mask: bool = False  # a number of the code overflowed, as in a mask: like a constant inf
 
     def note_range(self, low: float, high: float) -> None:
         """Note which non-finite values its result contains, given its smallest and its largest value."""
-        self.broken |= nonfinite_kinds(low, high)
+        self.nonfinite |= nonfinite_kinds(low, high)
+
+    @property
+    def known(self) -> Finding:
+        """Its finding, which each event with inf or NaN has."""
+        assert self.finding is not None
+        return self.finding
 
     @property
     def kind(self) -> str:
-        """The kind of the cause of a broken value; "passed on" if a broken input caused it."""
+        """The kind of the cause of a non-finite value; "passed on" if a non-finite input is the cause."""
         return self.finding.cause.kind if self.finding is not None else "passed on"
 
     @property
     def is_used(self) -> bool:
         """Whether its result is a loss, a gradient, a parameter, or a number."""
-        return bool(self.shows) or self.scalar or self.phase in ("backward", "scaler")
+        return bool(self.role) or self.scalar or self.phase in ("backward", "scaler")
 
     @property
     def is_constant(self) -> bool:
@@ -50,22 +56,17 @@ class Event:
         return self.kind == "constant" or self.is_mask
 
     @property
-    def nonfinite(self) -> tuple[str, ...]:
-        """The non-finite values of its result."""
-        return tuple(name for name in ("nan", "inf", "-inf") if name in self.broken)
-
-    @property
     def values(self) -> str:
         """The non-finite values of its result, in words."""
-        return " and ".join(self.nonfinite).replace("nan", "NaN")
+        return " and ".join(name for name in ("NaN", "inf", "-inf") if name.lower() in self.nonfinite)
 
 
 class Origin(NamedTuple):
-    """The event where non-finite values began, and the first symptom that they lead to."""
+    """The event that produced non-finite values, and their first symptom."""
 
     event: Event
     symptom: Event
-    only_gradients: bool  # the values reach no loss, parameter or buffer
+    only_gradients: bool  # the values propagate to no loss, parameter or buffer
     constant: Event | None  # the constant whose inf the event turned into NaN
     is_used: bool  # a loss, a gradient, a parameter or a number that the program reads depends on the values
 
@@ -75,39 +76,39 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
 
     If an exception ended the step (not `complete`), an inf that nothing has read yet is no symptom.
     """
-    broken = {index: event for index, event in events.items() if event.broken}
-    readers: dict[int, list[Event]] = {index: [] for index in broken}
+    nonfinite = {index: event for index, event in events.items() if event.nonfinite}
+    readers: dict[int, list[Event]] = {index: [] for index in nonfinite}
     read: set[int] = set()
     for event in events.values():
         for index in event.inputs:
             if index not in readers or index == event.index:
                 continue
             readers[index].append(event)
-            if event.broken or event.phase != "scaler":
-                read.add(index)  # a scaler that checks gradients absorbs nothing
+            if event.nonfinite or event.phase != "scaler":
+                read.add(index)  # a scaler that checks gradients masks nothing
     origins: list[Origin] = []
     # A constant is the origin only if it reaches a loss, a gradient or a parameter, and there is no other origin.
-    for event in sorted(broken.values(), key=lambda each: (each.is_constant, each.index)):
+    for event in sorted(nonfinite.values(), key=lambda each: (each.is_constant, each.index)):
         if event.kind in ("passed on", "skipped") or (event.is_constant and origins):
             continue
         sources: list[Event] = []
         if event.kind == "from inf":
-            sources = _reachable(event, lambda each: [broken[i] for i in each.inputs if i in broken])[1:]
+            sources = _reachable(event, lambda each: [nonfinite[i] for i in each.inputs if i in nonfinite])[1:]
         if not all(map(_is_constant, sources)):
             continue  # the inf has an origin of its own
-        # An inf in the data is a symptom only where it does harm: it may be a bound, or a mask.
-        inf_is_symptom = complete and (event.kind != "arrived" or "nan" in event.broken)
-        reached = _reachable(event, lambda each: [reader for reader in readers[each.index] if reader.broken])
+        # An inf in the data may be a bound or a mask: it is not a symptom if nothing reads it.
+        inf_is_symptom = complete and (event.kind != "arrived" or "nan" in event.nonfinite)
+        reached = _reachable(event, lambda each: [reader for reader in readers[each.index] if reader.nonfinite])
         symptoms = [
             each
             for each in reached
-            if each.shows or (not event.is_constant and _is_unread_symptom(each, read, inf_is_symptom))
+            if each.role or (not event.is_constant and _is_unread_symptom(each, read, inf_is_symptom))
         ]
         if symptoms:
-            only_gradients = all(each.shows in ("", "gradient") for each in reached)
-            scaler = [each for each in reached if each.phase == "scaler"]  # what reads it there is no symptom
+            only_gradients = all(each.role in ("", "gradient") for each in reached)
+            scaler = [each for each in reached if each.phase == "scaler"]
             symptoms = [each for each in symptoms if each.is_used] or scaler or symptoms
-            symptom = min(symptoms, key=lambda each: (each.shows != "loss", each.index))
+            symptom = min(symptoms, key=lambda each: (each.role != "loss", each.index))
             constant = next((each for each in sources if each.is_constant), None)
             is_used = any(each.is_used for each in reached)
             origins.append(Origin(event, symptom, only_gradients, constant, is_used))
@@ -115,25 +116,28 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
 
 
 def masked(events: Mapping[int, Event], origins: list[Origin]) -> list[Event]:
-    """Return the events where inf began that a later operator masks, in a step where nothing used is broken."""
+    """Return the events that produced inf which a later operator masks, in a step whose used values are finite."""
     if any(origin.is_used for origin in origins):
         return []
+    reported = {origin.event.index for origin in origins}
     kinds = ("overflow", "intermediate", "undefined")
-    began = [each for each in events.values() if each.broken and each.phase == "forward" and each.kind in kinds]
-    left_out = {origin.event.index for origin in origins}
-    left_out |= {each.index for each in began if each.is_mask or each.is_auxiliary or "nan" in each.broken}
-    return [each for each in began if each.index not in left_out]
+    return [
+        each
+        for each in events.values()
+        if each.nonfinite and "nan" not in each.nonfinite and each.phase == "forward" and each.kind in kinds
+        if not (each.is_mask or each.is_auxiliary or each.index in reported)
+    ]
 
 
 def _is_unread_symptom(event: Event, read: set[int], inf_is_symptom: bool) -> bool:
-    """Return whether a broken result that is no loss, gradient or parameter is a symptom because nothing reads it."""
+    """Return whether a non-finite result without a role is a symptom because nothing reads it."""
     if event.index in read or event.phase == "recompute":
         return False  # a recompute stops once backward has the tensors that it needs
-    return inf_is_symptom or "nan" in event.broken or event.scalar or event.phase in ("backward", "scaler")
+    return inf_is_symptom or "nan" in event.nonfinite or event.scalar or event.phase in ("backward", "scaler")
 
 
 def _reachable(event: Event, neighbors: Callable[[Event], Iterable[Event]]) -> list[Event]:
-    """Return an event, and all that can be reached from it through `neighbors`."""
+    """Return an event, and all events that can be reached from it through `neighbors`."""
     reached = {event.index: event}
     pending = [event]
     while pending:
@@ -145,6 +149,6 @@ def _reachable(event: Event, neighbors: Callable[[Event], Iterable[Event]]) -> l
 
 
 def _is_constant(event: Event) -> bool:
-    """Return whether an inf comes from a constant, was passed on, or is a mask that came with the data."""
-    is_mask = event.kind == "arrived" and event.broken == {"-inf"}
+    """Return whether an inf is a constant, propagated, or a mask in the data."""
+    is_mask = event.kind == "arrived" and event.nonfinite == {"-inf"}
     return is_mask or event.is_constant or event.kind in ("passed on", "from inf")

@@ -20,8 +20,8 @@ from ampkit.debugging.checks.reference_copies import NONE, Error, ReferenceCopie
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_facts import converted_arguments, tensors_in
-from ampkit.debugging.observe.rerun import why_not_again
+from ampkit.debugging.observe.operator_properties import converted_arguments, tensors_in
+from ampkit.debugging.observe.rerun import can_run_again
 from ampkit.debugging.observe.tensor_values import largest_finite
 from ampkit.debugging.torch_private import is_opaque, storage_key
 from ampkit.dtypes import SIXTEEN_BIT
@@ -110,14 +110,14 @@ class Precision(Check):
     # --- one operator
 
     def operator_starts(self, call: Call) -> Callable[[], None] | None:
-        if not self.active or call.facts.literal:
+        if not self.active or call.op.literal:
             return None
         if call.phase == "scaler" and self._new_gradients and not call.caller.scaling:
             self._new_gradients = False  # compared here, since no hook runs if the scaler skips the step
             self._compare_gradients()
         self._new_gradients |= call.phase == "backward"
         kwargs, default = call.kwargs, torch.get_default_dtype()
-        takes_default = call.facts.takes_dtype and not (call.tensors or call.facts.random or kwargs.get("dtype"))
+        takes_default = call.op.takes_dtype and not (call.tensors or call.op.random or kwargs.get("dtype"))
         if default in SIXTEEN_BIT and takes_default and not all(isinstance(each, int) for each in call.args):
             kwargs = {**kwargs, "dtype": default}
         is_low = any(map(self._is_low, call.tensors)) or self._takes_low_dtype((*call.args, *kwargs.values()))
@@ -127,16 +127,15 @@ class Precision(Check):
             self._scale = self.run.scale or 1.0
             loss = call.tensors[0]
             self._losses = float(loss.detach()) / self._scale, float(self._copies.read(loss)) / self._scale
-        assert call.func is not None
-        if call.phase == "optimizer" or why_not_again(call.facts, call.func, call.args, call.kwargs):
+        if call.phase == "optimizer" or not can_run_again(call.op, call.args, call.kwargs):
             return lambda: self._forget(call)
         return self._run_again(call, kwargs, is_low)
 
     def _forget(self, call: Call) -> None:
         """Take the results of a call that cannot run again as their own reference."""
-        for tensor in (*call.facts.written(call.args, call.kwargs), *tensors_in(call.result)):
+        for tensor in (*call.op.written(call.args, call.kwargs), *tensors_in(call.result)):
             self._copies.forget(tensor)
-        if call.facts.name == "aten::native_dropout":  # the reference drops the same elements
+        if call.op.name == "aten::native_dropout":  # the reference drops the same elements
             (output, mask), source, p, *train = call.result, *call.args[:2], *call.args[2:]
             factor = mask / (1 - p) if (not train or train[0] is not False) and p < 1 else mask
             if self._copies.has_copy(source):
@@ -144,10 +143,13 @@ class Precision(Check):
 
     def _run_again(self, call: Call, kwargs: dict[str, Any], is_low: bool) -> Callable[[], None]:
         """Prepare the runs of an operator on reference copies, and if `is_low` in float32 on its own inputs."""
-        copies, facts, args = self._copies, call.facts, call.args
+        copies, op, args = self._copies, call.op, call.args
         errors = [copies.error(tensor) for tensor in call.tensors]
         incoming = max(errors, default=NONE)
-        written = [*facts.written(args, kwargs), *facts.possibly_written(args, kwargs)]
+        written = [
+            *op.written(args, kwargs),
+            *(() if op.mutable or op.name.startswith("aten::") else tensors_in((args, kwargs))),
+        ]
         for tensor in written:
             copies.make_writable(tensor)
         written_ids = {id(tensor) for tensor in written}
@@ -155,14 +157,13 @@ class Precision(Check):
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(copies.wide(tensor.dtype), copy=id(tensor) in written_ids)
 
-        func: Any = call.func
-        wide_func: Any = WIDE_PRODUCTS.get(facts.name, func)
-        is_cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
-        of_copies = converted_arguments(func, args, kwargs, copies.read, copies.wide)
-        of_inputs = converted_arguments(func, args, kwargs, widened, copies.wide) if is_low else None
+        wide_func: Any = WIDE_PRODUCTS.get(op.name, op.func)
+        is_cast = op.name == "aten::_to_copy" and args[0].is_floating_point()
+        of_copies = converted_arguments(op, args, kwargs, copies.read, copies.wide)
+        of_inputs = converted_arguments(op, args, kwargs, widened, copies.wide) if is_low else None
 
         def outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-            return [tensor for tensor in facts.outputs(result, args, kwargs) if not is_opaque(tensor)]
+            return [tensor for tensor in op.outputs(result, args, kwargs) if not is_opaque(tensor)]
 
         def end() -> None:
             results = outputs(call.result, call.args, call.kwargs)

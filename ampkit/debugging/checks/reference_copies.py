@@ -15,8 +15,6 @@ from torch import Tensor
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque
 
-_SPARE = 1 << 20  # after so many bytes of new copies, copies of freed storages are removed
-
 
 class Error(NamedTuple):
     """The relative error of a tensor against its reference copy."""
@@ -42,7 +40,7 @@ class ReferenceCopies:
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
-        self._copies: StorageMap[_Copy] = StorageMap(lambda copy: copy.flat.nbytes, _SPARE, 1 / 32)
+        self._copies: StorageMap[_Copy] = StorageMap()
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the reference copy of a tensor with `dtype`; `dtype` itself for integers and wider floats."""

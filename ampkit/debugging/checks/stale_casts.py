@@ -48,13 +48,13 @@ class StaleCasts(Check):
 
     def operator_ran(self, call: Call) -> None:
         outputs = call.outputs
-        if call.facts.mutable:
+        if call.op.mutable:
             for output in outputs:
                 weight = self._weights.get(output)
                 if weight is not None:
                     weight.written = call.index
                 self._casts.discard(output)
-        if call.facts.name == "aten::_to_copy":
+        if call.op.name == "aten::_to_copy":
             source, output = call.tensors[0], outputs[0] if outputs else None
             if output is not None and output.dtype in SIXTEEN_BIT and source.is_leaf and source.requires_grad:
                 weight = self._weights.get(source)

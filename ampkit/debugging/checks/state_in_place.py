@@ -25,9 +25,9 @@ class StateInPlace(Check):
     def operator_ran(self, call: Call) -> None:
         if call.phase != "forward" or not call.outputs:
             return
-        if call.facts.base == "copy":
+        if call.op.base == "copy":
             self._check(call, call.args[0], call.args[1])
-        elif call.facts.base == "_to_copy":
+        elif call.op.base == "_to_copy":
             self._note_cast(call.args[0], call.outputs[0])
 
     def _note_cast(self, source: Tensor, output: Tensor) -> None:

@@ -14,7 +14,7 @@ from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_facts import converted_arguments, item_of, tensors_in
+from ampkit.debugging.observe.operator_properties import converted_arguments, item_of, tensors_in
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT
 
@@ -73,12 +73,12 @@ class Sums(Check):
         self._found: dict[Site, _Drift] = {}
 
     def operator_ran(self, call: Call) -> None:
-        outputs, base = call.outputs, call.facts.base
+        outputs, base = call.outputs, call.op.base
         if call.phase != "forward" or base not in _OPERATORS or call.caller.code is None or not outputs:
             for output in outputs:
-                if call.phase == "forward" and (not call.tensors or call.facts.literal or call.facts.shape_only):
+                if call.phase == "forward" and (not call.tensors or call.op.literal or call.op.shape_only):
                     self._sums.set(output, _Sum((), _view(output), made=call))
-                elif call.facts.mutable:
+                elif call.op.mutable:
                     self._sums.discard(output)
             return
         args, kwargs = call.arguments()
@@ -90,7 +90,7 @@ class Sums(Check):
         if output.numel() > 1 and torch.is_grad_enabled() and any(each.requires_grad for each in operands):
             return  # activations: a residual stream does not accumulate across steps
         sources = {id(each): self._sum_of(each) for each in operands}
-        if call.facts.mutable and operands and "out" not in kwargs:
+        if call.op.mutable and operands and "out" not in kwargs:
             sources[id(operands[0])] = self._sum_of(output)  # the operand that is written was copied
         site = call.site
         tracked = max((s for s in sources.values() if s is not None), key=lambda s: site in s.sites, default=None)
@@ -194,19 +194,18 @@ class Sums(Check):
 
 def _exact(call: Call, args: Any, kwargs: Any, widened: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Return the result of a call in float64; None if it has no float64."""
-    assert call.func is not None
 
     def wide_dtype(dtype: torch.dtype) -> torch.dtype:
         return torch.float64 if dtype.is_floating_point else dtype
 
     wide_args, wide_kwargs = converted_arguments(
-        call.func, args, kwargs, lambda tensor: widened(tensor).clone(), wide_dtype
+        call.op, args, kwargs, lambda tensor: widened(tensor).clone(), wide_dtype
     )
     try:
-        result = call.func(*wide_args, **wide_kwargs)
+        result = call.op.func(*wide_args, **wide_kwargs)
     except Exception:  # operators without float64 raise many kinds of errors
         return None
-    if call.facts.mutable and "out" not in wide_kwargs:
+    if call.op.mutable and "out" not in wide_kwargs:
         return tensors_in(wide_args)[0]
     return tensors_in(result)[0]
 

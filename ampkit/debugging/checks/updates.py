@@ -14,8 +14,8 @@ from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_facts import item_of, tensors_in
-from ampkit.debugging.observe.rerun import exact_results, run_in_float64
+from ampkit.debugging.observe.operator_properties import item_of, tensors_in
+from ampkit.debugging.observe.rerun import float64_results, run_in_float64
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque, storage_key
@@ -102,7 +102,7 @@ class Updates(Check):
     # --- gradients that are 0
 
     def operator_ran(self, call: Call) -> None:
-        if call.phase == "optimizer" and call.facts.mutable and self._stepping:
+        if call.phase == "optimizer" and call.op.mutable and self._stepping:
             for index, output in enumerate(call.outputs):
                 if _key(output) in self._stepping:
                     self._note_update(call, index, output)
@@ -112,7 +112,7 @@ class Updates(Check):
     def _follow_zeros(self, call: Call) -> None:
         for output, (low, high) in zip(call.outputs, call.ranges, strict=False):
             if low != 0 or high != 0:
-                if call.facts.mutable:
+                if call.op.mutable:
                     self._zeros.discard(output)
                 continue
             known = next((zeros for zeros in map(self._zeros_of, call.tensors) if zeros is not None), None)
@@ -125,11 +125,11 @@ class Updates(Check):
 
     def _is_rounded(self, call: Call) -> tuple[bool, bool]:
         """Return whether the exact result is not 0, and whether it is more than rounding of the loss."""
-        if not any(tensor.dtype in SIXTEEN_BIT for tensor in call.tensors) and "_to_copy" not in call.facts.name:
+        if not any(tensor.dtype in SIXTEEN_BIT for tensor in call.tensors) and "_to_copy" not in call.op.name:
             return False, False
-        if call.facts.communicates or call.facts.opaque_state or call.facts.random:
+        if call.op.communicates or call.op.opaque_state or call.op.random:
             return False, False
-        size = sum(float(exact.abs().sum()) for exact in exact_results(call))
+        size = sum(float(exact.abs().sum()) for exact in float64_results(call))
         loss = abs(self.run.last_loss) * (self.run.scale or 1.0)
         # A gradient that is 0 but for rounding in float32 is about a millionth of the loss, and not far less.
         return size > 0, size > 1e-5 * loss or 0 < size < 1e-20 * loss
@@ -163,23 +163,23 @@ class Updates(Check):
         step = self._stepping[_key(output)]
         before, step.value = step.value, _sample(output).clone()
         args, kwargs = call.arguments()
-        if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        if call.op.on_lists:
             args, kwargs = item_of((args, kwargs), index, len(call.outputs))
         exact: Tensor | None = None
-        if call.facts.base.removeprefix("_foreach_") == "copy":
+        if call.op.base.removeprefix("_foreach_") == "copy":
             exact = tensors_in(args)[-1]
             if not is_opaque(exact):
                 update = self._updates.setdefault(step.parameter, _Update())
                 update.has_masters |= self._sources.get(exact) not in (None, self.run.step)
                 self._sources.set(exact, self.run.step)
-        elif call.func is not None:
+        else:
             with contextlib.suppress(Exception):  # operators without float64 raise many kinds of errors
-                exact = next(iter(run_in_float64(call.func, call.facts, args, kwargs)), None)
+                exact = next(iter(run_in_float64(call.op, args, kwargs)), None)
         if exact is None or exact.shape != output.shape or before.shape != step.value.shape:
             del self._stepping[_key(output)]
             return
         step.exact += _sample(exact).double() - before.double()
-        step.op = call.facts.name
+        step.op = call.op.name
 
     def step_ended(self, optimizer: Any, *, complete: bool = True) -> None:
         for step in self._stepping.values():

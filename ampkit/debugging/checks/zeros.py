@@ -12,7 +12,7 @@ from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.rerun import exact_results
+from ampkit.debugging.observe.rerun import float64_results
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
 # Operators whose exact results are seldom 0 if their operands are not.
@@ -36,9 +36,9 @@ class Zeros(Check):
     def operator_ran(self, call: Call) -> None:
         if not call.outputs or not call.ranges:
             return
-        if call.phase == "backward" and not call.caller.outside and call.facts.name == "aten::_to_copy":
+        if call.phase == "backward" and not call.caller.outside and call.op.name == "aten::_to_copy":
             self._note_hook(call, call.args[0], call.outputs[0])
-        if call.phase == "forward" and call.outputs[0].dtype in SIXTEEN_BIT and call.facts.base in _MAKE_SMALL:
+        if call.phase == "forward" and call.outputs[0].dtype in SIXTEEN_BIT and call.op.base in _MAKE_SMALL:
             self._check(call)
 
     def _check(self, call: Call) -> None:
@@ -53,7 +53,7 @@ class Zeros(Check):
         zeros = output == 0
         if not is_subnormal and not bool(zeros.any()):
             return
-        exact = next(iter(exact_results(call)), None)
+        exact = next(iter(float64_results(call)), None)
         if exact is None:
             return
         name = dtype_name(output.dtype)

@@ -1,4 +1,4 @@
-"""One call of an operator, as the checks see it."""
+"""One call of an operator, for the checks."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from torch import Tensor
 
 from ampkit.containers import map_tensors
 from ampkit.debugging.observe.call_sites import Caller, ModuleCall
-from ampkit.debugging.observe.operator_facts import OperatorFacts
-from ampkit.debugging.torch_private import OpOverload
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of an operator. Its arguments and results are there while it runs and the checks look at it."""
+    """One call of an operator. Its arguments and results exist while it runs and the checks read it."""
 
     index: int  # in the order of execution, over all steps
-    facts: OperatorFacts
+    op: OperatorProperties
     phase: Phase
     module: ModuleCall | None  # the innermost module that runs
     caller: Caller
-    backward_number: int | None = None  # in backward: the node's sequence number, equal to its forward operator's
-    numbers: tuple[float, ...] = ()  # Python floats among its arguments
-    func: OpOverload | None = None
+    backward_number: int = -1  # in backward: the node's sequence number, equal to its forward operator's
+    scalars: tuple[float, ...] = ()  # Python floats among its arguments
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    tensors: Sequence[Tensor] = ()  # among its arguments
+    tensors: Sequence[Tensor] = ()  # all among its arguments
     before: dict[int, Tensor] = field(default_factory=dict)  # copies of the tensors that it writes, by identity
     result: Any = None
     outputs: list[Tensor] = field(default_factory=list)  # the results that can be read
-    ranges: Sequence[tuple[float, float]] = ()  # their smallest and largest values, unless these mean nothing yet
+    ranges: Sequence[tuple[float, float]] = ()  # smallest and largest value of each output; () if memory is not written
 
     @property
     def site(self) -> tuple[int, int]:
@@ -44,7 +42,7 @@ class Call:
     @property
     def starts_backward(self) -> bool:
         """Whether it makes the gradient of a loss, its argument, that backward starts with."""
-        return self.facts.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
+        return self.op.name == "aten::ones_like" and self.tensors[0].numel() == 1 and self.tensors[0].requires_grad
 
     def arguments(self) -> Any:
         """Return its arguments as they were before it ran."""
@@ -54,5 +52,5 @@ class Call:
 
     def release(self) -> None:
         """Drop all tensors."""
-        self.func, self.args, self.kwargs, self.tensors, self.before = None, (), {}, (), {}
+        self.args, self.kwargs, self.tensors, self.before = (), {}, (), {}
         self.result, self.outputs = None, []

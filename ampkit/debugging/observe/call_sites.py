@@ -1,12 +1,13 @@
 """Where an operator is called from: the module that runs, the line of the user's code, and a scaler or recompute.
 
-Global hooks keep a stack of modules per thread while a tool is open. One walk up the frames finds the user's line, and
-whether the call comes from a loss scaler or a checkpoint's recompute. The file of a frame decides what it is: files of
-torch, ampkit and Python are libraries; all others, those of transformers too, are where somebody wrote the model.
+Global hooks maintain a stack of modules per thread while an observer is open. One walk up the frames finds the user's
+line, and whether a loss scaler or a checkpoint's recompute makes the call. The file of a frame determines its kind:
+files of torch, ampkit and Python are libraries; all others, including transformers, contain a model.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -38,23 +39,15 @@ _SPECIAL: dict[str, _Kind] = {
 }
 
 
-class _Kinds(dict[str, _Kind]):
-    """What each file is, found out when it is first looked up."""
-
-    def __missing__(self, filename: str) -> _Kind:
-        kind: _Kind = "library" if is_library(filename) else "user"
-        if filename in _SPECIAL:
-            kind = _SPECIAL[filename]
-        elif filename.startswith(f"{AMPKIT}scaler/"):
-            kind = "scaler"
-        return self.setdefault(filename, kind)
-
-
-_kinds = _Kinds()
+@functools.cache
+def _kind_of(filename: str) -> _Kind:
+    if filename.startswith(f"{AMPKIT}scaler/"):
+        return "scaler"
+    return _SPECIAL.get(filename) or ("library" if is_library(filename) else "user")
 
 
 class Caller(NamedTuple):
-    """The caller of an operator. `line` computes the line when asked: no report mentions most operators."""
+    """The caller of an operator. `line` computes the line only for operators that a report mentions."""
 
     code: CodeType | None  # of the innermost user frame; None: this thread's stack has none
     instruction: int
@@ -64,7 +57,7 @@ class Caller(NamedTuple):
     outside: bool  # the user frame called backward, and does not run inside it
 
     def line(self) -> tuple[str, int]:
-        """The file, relative to the working directory, and the line of the user's code; ("", 0) if there is none."""
+        """Return the file, relative to the working directory, and the line of the user's code; ("", 0) if none."""
         if self.code is None:
             return "", 0
         lines = (line for start, end, line in self.code.co_lines() if start <= self.instruction < end and line)
@@ -72,17 +65,17 @@ class Caller(NamedTuple):
 
 
 def relative(filename: str) -> str:
-    """A file's name, relative to the working directory if it is below it."""
+    """Return a file's name, relative to the working directory if it is below it."""
     return filename.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def find_caller(depth: int, *, recompute: bool = False) -> Caller:
-    """The innermost user frame, from `depth` frames up; with `recompute`, check for a checkpoint's recompute too."""
+    """Return the innermost user frame, from `depth` frames up; with `recompute`, note a checkpoint's recompute."""
     frame = sys._getframe(depth)
     code, instruction = None, 0
     scaler = scaling = outside = False
     while frame is not None:
-        kind = _kinds[frame.f_code.co_filename]
+        kind = _kind_of(frame.f_code.co_filename)
         if kind == "user":
             if code is None:
                 code, instruction = frame.f_code, frame.f_lasti
@@ -103,10 +96,10 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
 
 
 def script_line(depth: int) -> tuple[str, int]:
-    """The file and line of the outermost user frame, from `depth` frames up: the script; ("", 0) without any."""
+    """Return the file and line of the outermost user frame, from `depth` frames up: the script; ("", 0) if none."""
     frame, found = sys._getframe(depth), ("", 0)
     while frame is not None and "runpy" not in frame.f_code.co_filename:  # which `ampkit debug` runs scripts with
-        if _kinds[frame.f_code.co_filename] == "user":
+        if _kind_of(frame.f_code.co_filename) == "user":
             found = relative(frame.f_code.co_filename), frame.f_lineno
         frame = frame.f_back
     return found
@@ -115,7 +108,7 @@ def script_line(depth: int) -> tuple[str, int]:
 class ModuleCall(NamedTuple):
     """One call of a module: its path from the model, and the number of the call in the step."""
 
-    name: str  # the class name for the model itself, and for modules outside of it
+    name: str  # the class name for the model itself, and for modules outside it
     number: int  # from 1; 0 in a recompute, where it is not known
 
 
@@ -127,7 +120,7 @@ class _Running(threading.local):
 
 
 class ModuleCalls:
-    """Follows the calls of modules below `model`; without it, below the outermost module that runs."""
+    """Tracks the calls of modules below `model`; without it, below the outermost module that runs."""
 
     def __init__(self, model: Module | None) -> None:
         self.model = model
@@ -140,8 +133,8 @@ class ModuleCalls:
         self._device_types = {"cpu", current_device_type()}
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Context in which the hooks are registered.
+    def tracked(self) -> Iterator[None]:
+        """Return a context in which the hooks are registered.
 
         A compiled module warns that the hooks also run for its wrapper, which is harmless: a wrapper has no path here.
         """
@@ -152,12 +145,12 @@ class ModuleCalls:
                     yield
 
     def current(self) -> ModuleCall | None:
-        """The innermost module call of this thread."""
+        """Return the innermost module call of this thread."""
         stack = self._running.stack
         return stack[-1][1] if stack else None
 
     def roots(self) -> list[Module]:
-        """The model, or without one the outermost modules that ran."""
+        """Return the model, or without one the outermost modules that ran."""
         return [self.model] if self.model is not None else list(self._roots.values())
 
     def new_step(self) -> None:

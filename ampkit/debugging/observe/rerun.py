@@ -1,4 +1,4 @@
-"""Runs an operator again in float64, on the arguments that it had.
+"""Runs an operator again in float64, on the arguments of its call.
 
 Inputs are copied and random number generators are restored, so the user's state does not change.
 """
@@ -11,55 +11,43 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.observe.call import Call
-from ampkit.debugging.observe.operator_facts import OperatorFacts, converted_arguments, tensors_in
-from ampkit.debugging.torch_private import OpOverload
-
-_BELOW_FLOAT64 = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
-_PRIVATE_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")  # return memory that only their own backward can read
+from ampkit.debugging.observe.operator_properties import OperatorProperties, converted_arguments, tensors_in
 
 
-def run_in_float64(
-    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
+def float64_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 for a floating-point dtype, complex128 for a complex one, and any other unchanged."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def run_in_float64(op: OperatorProperties, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the results of an operator on float64 copies of its inputs."""
 
-    def widened(value: Tensor) -> Tensor:
-        if value.dtype not in _BELOW_FLOAT64 and not value.is_floating_point():
-            return value.clone()
-        return value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
+    def upcast(value: Tensor) -> Tensor:
+        return value.detach().to(float64_dtype(value.dtype), copy=True)
 
-    wide_args, wide_kwargs = converted_arguments(
-        func, args, kwargs, widened, lambda dtype: torch.float64 if dtype in _BELOW_FLOAT64 else dtype
-    )
+    args, kwargs = converted_arguments(op, args, kwargs, upcast, float64_dtype)
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
-        result = func(*wide_args, **wide_kwargs)
-    outputs = [*facts.outputs(result, wide_args, wide_kwargs), *facts.buffers(wide_args, wide_kwargs)]
-    return [output for output in outputs if output.is_floating_point() or output.is_complex()]
+    with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=op.random):
+        result = op.func(*args, **kwargs)
+    return [each for each in op.outputs(result, args, kwargs) if each.is_floating_point() or each.is_complex()]
 
 
-def exact_results(call: Call) -> list[Tensor]:
+def float64_results(call: Call) -> list[Tensor]:
     """Return the results of a call that has just run, in float64; none if it has no float64."""
-    assert call.func is not None
     args, kwargs = call.arguments()
     try:
-        return run_in_float64(call.func, call.facts, args, kwargs)
+        return run_in_float64(call.op, args, kwargs)
     except Exception:  # operators without float64 raise many kinds of errors
         return []
 
 
-def why_not_again(facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return why an operator cannot run again; "" if it can."""
-    if facts.communicates:
-        return "it communicates with other processes"
-    if facts.opaque_state or any(part in facts.name for part in _PRIVATE_FORMAT):
-        return "its kernels use memory in a private format"
-    if facts.uninitialized:
-        return "it reads nothing"
-    if facts.random:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.name == "dropout_p":
-                p = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-                return "it draws random numbers" if p else ""
-        return "it draws random numbers"
-    return ""
+def can_run_again(op: OperatorProperties, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator returns the same for the same arguments, and affects no other process."""
+    if op.communicates or op.opaque_state or op.uninitialized:
+        return False
+    if not op.random:
+        return True
+    names = [argument.name for argument in op.func._schema.arguments]
+    return "dropout_p" in names and not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0)

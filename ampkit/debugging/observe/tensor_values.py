@@ -1,4 +1,4 @@
-"""Numbers of a tensor: its range, its inf and NaN, and a short description."""
+"""The values of a tensor: its range, its inf and NaN, and a short description."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from ampkit.debugging.torch_private import is_opaque
 from ampkit.dtypes import dtype_name
 
 
@@ -16,11 +15,6 @@ def extremes(tensor: Tensor) -> tuple[float, float]:
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
     return low.item(), high.item()
-
-
-def is_nonfinite(tensor: Tensor) -> bool:
-    """Return whether a tensor contains inf or NaN."""
-    return not math.isfinite(sum(extremes(tensor)))
 
 
 def nonfinite_kinds(low: float, high: float) -> set[str]:
@@ -34,8 +28,7 @@ def largest_finite(values: Tensor) -> float:
     low, high = extremes(values) if values.numel() else (0.0, 0.0)
     if math.isfinite(high - low):
         return max(abs(low), abs(high))
-    wide = values.double()
-    return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max())
+    return float(values.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
 def described(tensor: Tensor, name: str) -> str:
@@ -65,8 +58,3 @@ def nonfinite_elements(tensor: Tensor) -> str:
         if 0 < len(found) < min(4, lines.numel()):
             places.append(f"{name}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} of {lines.numel()}")
     return f"{text}, in {', '.join(places)}" if places else text
-
-
-def has_nonzero(tensor: Tensor) -> bool:
-    """Return whether a tensor has an element other than 0; False for tensors that cannot be read."""
-    return type(tensor) is Tensor and not is_opaque(tensor) and bool(tensor.any())

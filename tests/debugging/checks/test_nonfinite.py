@@ -52,7 +52,7 @@ def test_the_text_of_an_error() -> None:
     with pytest.raises(debugging.NonFiniteError) as raised, debugging.Examination(model, on_nonfinite="raise"):
         step_of(model)()
     lines = str(raised.value).splitlines()
-    assert lines[0].startswith("error: tests/debugging/test_nonfinite.py:")
+    assert lines[0].startswith("error: tests/debugging/checks/test_nonfinite.py:")
     assert '(aten::addmm, module "1"): the loss is ' in lines[0]
     assert lines[1].startswith("  cause     overflow: the exact result is ")
     assert "the float16 maximum is 6.55e+04; " in lines[1]
@@ -150,7 +150,7 @@ def test_what_arrives_broken() -> None:
     batch[1, 2] = math.nan
     finding = first(lambda: model(batch).sum().backward(), model)
     assert finding.kind == "arrived"
-    assert str(finding.place).startswith("tests/debugging/test_nonfinite.py:")
+    assert str(finding.place).startswith("tests/debugging/checks/test_nonfinite.py:")
     assert str(finding.place).endswith('(a tensor float32[4, 8], module "0")')
     nn.init.constant_(model.get_parameter("1.weight"), math.nan)
     finding = first(lambda: model(EIGHTS).sum().backward(), model)

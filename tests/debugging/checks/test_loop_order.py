@@ -20,7 +20,7 @@ from ampkit.debugging import Examination
 from ampkit.debugging.checks import LoopOrder
 from ampkit.debugging.finding import Report
 from tests.debugging.models import mlp
-from tests.debugging.planted import loss_of
+from tests.debugging.planted import B16, findings, line_of, loss_of, only
 from tests.helpers.paths import EXAMPLES
 
 
@@ -321,3 +321,23 @@ def test_gradients_are_checked_where_the_scaler_skips_the_step(loop: Callable[..
     with Examination(checks=[LoopOrder]) as report, contextlib.suppress(AssertionError):
         loop(*parts(2.0**16))
     assert [finding.what for finding in report.findings] == [what]
+
+
+def test_a_loss_in_16_bits_outside_of_the_region() -> None:
+    model = nn.Linear(4, 3)
+
+    def run(inside: bool) -> Callable[[], None]:
+        def step() -> None:
+            with torch.autocast("cpu", B16):
+                output = model(torch.randn(5, 4)).log_softmax(1)
+                loss = nn.functional.nll_loss(output, torch.arange(5) % 3)
+            if not inside:
+                loss = nn.functional.nll_loss(output, torch.arange(5) % 3)  # outside
+            loss.backward()
+
+        return step
+
+    assert findings(run(inside=True)) == []
+    found = only(run(inside=False))
+    assert (found.grade, found.place.line) == ("note", line_of(__file__, "outside"))
+    assert found.what == "the loss is computed in bfloat16, outside of the region"
