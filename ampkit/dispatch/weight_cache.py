@@ -58,7 +58,7 @@ def invalidate_casts(*_: Any) -> None:
 
 
 class WeightCasts:
-    """The casts of weights that the regions of a thread share, and other forms of weights, such as FP8.
+    """The casts of weights that the regions of a thread share, and the forms of weights that product rules make.
 
     An object with `convert(weight)`, `device_type` and `source_dtypes` defines the cast: a `casting.Cast`, or the form
     of a product rule.

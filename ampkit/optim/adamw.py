@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -166,6 +166,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             raise
         if skips:  # with a state of zeros: a checkpoint without it, of a run that has only skipped, would not load
             return True
+        if any(map(is_not, map(_dtype_of, columns[0]), map(_dtype_of, columns[1]))):
+            return False  # torch's functions refuse gradients of `Tensor.grad_dtype`
         written, fused, foreach = columns[0], group["fused"], group["foreach"]
         parts = [(columns, fused)]
         if on_host:

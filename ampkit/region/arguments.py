@@ -224,8 +224,8 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         )
         if dtype.is_floating_point and dtype.itemsize == 1:
             instead = (
-                "Select FP8 for operators by rules, in a 16-bit region: "
-                f"autocast({kind!r}, policy=Policy.default({kind!r}).with_rules({{'aten::linear': 'float8_rowwise'}}))."
+                "Select 8-bit formats for operators by rules, in a 16-bit region: "
+                f"autocast({kind!r}, policy=Policy.default({kind!r}).with_rules({{operator: rule}}))."
             )
         warnings.warn(
             f"autocast for {kind} supports {' or '.join(map(str, supported))}, not {dtype}: it is disabled. {instead}",

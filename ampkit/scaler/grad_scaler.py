@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -359,7 +359,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[Any, Tensor]:
         """Multiply the optimizer's gradients by `inv_scale`, in place, and return a flag for each of their devices."""
-        record = self._lasting_record_of(optimizer)
+        record = self._records.get(optimizer) or self._lasting_record_of(optimizer)
         gradients = self._gradients(record, optimizer, allow_fp16)
         inv_scale, found_inf = inv_scale.reshape(()), found_inf.reshape(())
         flags: Flags = {}
@@ -620,7 +620,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = list(optimizer_state["found_inf_per_device"].values())
         if not flags:  # `step` does not get here; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)
-        record = self._lasting_record_of(optimizer)
+        record = self._records.get(optimizer) or self._lasting_record_of(optimizer)
         outlier = record.outlier if record.state is optimizer_state else None
         found_inf = combined(flags, flags[0].device if self._scale is None else self._scale.device)
         skip = found_inf.item() != 0
@@ -634,7 +634,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_on_device(self, record: OptimizerRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step an optimizer that itself skips on the device. Never synchronizes."""
         optimizer, state = record.optimizer, record.state
-        if record.takes_scaler is None:
+        if record.takes_scaler is None:  # Apex's FusedLAMB and Transformer Engine's FusedAdam do
             record.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
         if record.takes_scaler:
             if self._skip_above is not None:
@@ -1135,15 +1135,6 @@ class GradScaler(torch.amp.GradScaler):
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
-    if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise for a missing attribute, and name its replacement if it is one of Apex's."""
-            if name in _NAMES_OF_APEX:
-                instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
-                raise AttributeError(instead, name=name, obj=self)
-            return super().__getattribute__(name)  # raises
-
 
 class GradGuard(GradScaler):
     """Skip steps whose gradients are not finite; nothing is scaled. For training in bfloat16 and float32.
@@ -1189,18 +1180,6 @@ class GradGuard(GradScaler):
             on_stuck=on_stuck,
             skip_above=skip_above,
         )
-
-
-_NAMES_OF_APEX = {
-    "clear_overflow_state": "update(), which begins an iteration",
-    "cur_scale": "get_scale()",
-    "dynamic": "isinstance(scaler.loss_scale, ampkit.DynamicLossScale)",
-    "has_overflow": "found_inf(optimizer)",
-    "overflow": "found_inf(optimizer)",
-    "unscale": "unscale_(optimizer)",
-    "update_scale": "update()",
-}
-"""Replacements for attributes of Apex's loss scalers and FP16_Optimizer."""
 
 
 def _refuse_capture(device: torch.device, what: str) -> None:

@@ -413,7 +413,7 @@ def _store(
     p, new_p = values[0]
     if "remainders" in row:
         new_p, remainder = rounding.split(new_p)
-        exact.append((row["remainders"], remainder))
+        exact.append((row["remainders"].view(torch.int16), remainder.view(torch.int16)))
         values[0] = (p, new_p)
     if "streams" in row:
         advanced = row["streams"] + rounding.STEP

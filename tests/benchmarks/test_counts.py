@@ -15,7 +15,7 @@ BOUNDS = {
     "region": 16 + STASH,  # 4
     "region, torch's list": 14 + STASH,
     "x @ weight": 6,  # 0: it is C++
-    "scaler.step, torch's AdamW": 39,  # 16
+    "scaler.step, torch's AdamW": 37,  # 16
     "scaler.update": 7,  # 3
     "unscale, check and clip": 42,  # 9
     "ampkit.optim.AdamW.step beside torch's fused": 17,  # 2

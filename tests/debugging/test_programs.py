@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ampkit import GradScaler
+from ampkit import GradGuard, GradScaler
 from ampkit.debugging import Examination
+from ampkit.optim import AdamW
 from tests.debugging.models import Middle, cnn, mlp
 from tests.debugging.planted import B16, F16, F32, Step, region
 from tests.helpers.ranks import on_ranks
@@ -125,6 +126,22 @@ def adapters_of_low_rank() -> tuple[nn.Module, Step]:
         return (base(x) + b(a(x)) * 2).float().square().mean()
 
     return trained(nn.ModuleList([base, a, b]), loss, F16)
+
+
+@program
+def float32_gradients_of_bfloat16_weights() -> tuple[nn.Module, Step]:
+    model = mlp(8, 16, 1).bfloat16()
+    for param in model.parameters():
+        param.grad_dtype = torch.float32
+    optimizer, guard = AdamW(model.parameters(), lr=1e-2, masters="remainder"), GradGuard("cpu")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with region("ampkit", B16):
+            loss = model(torch.randn(4, 8)).float().square().mean()
+        guard.backward_and_step(loss, optimizer, max_norm=1.0)
+
+    return model, step
 
 
 # --- generative models

@@ -1,6 +1,10 @@
 """A rank that only received an inf says so, and the rank that made it says why."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from torch import nn
 
 from ampkit.debugging import Examination
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import on_ranks
 
 
@@ -36,3 +41,40 @@ def test_the_rank_to_blame(offender: int) -> None:
     assert "received" not in [finding["kind"] for finding in made["findings"]]  # it sent a broken value
     assert f"rank {1 - offender}: error: " in received["text"]
     assert "received from another rank" in received["text"]
+
+
+SCRIPT = """
+import os
+import torch
+from torch import distributed, nn
+
+rank = int(os.environ["RANK"])
+distributed.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).square().mean().backward()
+    optimizer.step()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_outlive_their_group_end(tmp_path: Path) -> None:
+    """The model, and DDP's reducer with it, is freed after the group, while the interpreter ends."""
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    environment = os.environ | {"MEETING": str(tmp_path / "meeting"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    command = [sys.executable, "-X", "faulthandler", "-m", "ampkit", "debug", str(tmp_path / "train.py")]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        printed = [each.communicate(timeout=120)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [each.returncode for each in ranks] == [0, 0]
+    assert all("no problems found" in text for text in printed)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ampkit import autocast
+from ampkit import GradGuard, Policy, autocast
+from ampkit.optim import AdamW
+from ampkit.torch_private import parsed
 from benchmarks.workloads import Decoder, DecoderBlock
 from tests.helpers.models import CASES
 from tests.helpers.ranks import on_ranks
@@ -101,10 +104,70 @@ def tensor_and_sequence_parallel_have_torchs_bits(rank: int, world: int) -> None
             assert error < 0.03, f"{name} is {error:.3f} from float32's"
 
 
+def float32_rules_hold_under_a_policy_of_fsdp2(rank: int, world: int) -> None:
+    """Their modules are wrapped without a `param_dtype`, as docs/distributed.md does: the bits of the plain model."""
+
+    def build() -> tuple[nn.Sequential, Policy]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8)), nn.Linear(8, 4))
+        return model, Policy.default("cpu").for_modules(model, {"1": torch.float32})
+
+    def trained(model: nn.Module, rules: Policy) -> tuple[Tensor, list[Tensor]]:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))  # equal on all ranks
+        with autocast("cpu", torch.bfloat16, policy=rules):
+            y = model(x)
+        y.float().square().mean().backward()
+        grads: list[Any] = [param.grad for param in model.parameters()]
+        return y.detach(), [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+
+    expected = trained(*build())
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, rules = build()
+    wide = [model.get_submodule(path) for rule in rules.check().rules for path in rule.modules]
+    assert [type(module) for module in wide] == [nn.Sequential]
+    for module in wide:
+        fully_shard(module)
+    fully_shard(model, mp_policy=low)
+    torch.testing.assert_close(trained(model, rules), expected, rtol=0, atol=0)
+    without, rules = build()
+    fully_shard(without, mp_policy=low)
+    with pytest.raises(RuntimeError, match=r"mixed dtype|same dtype"):  # FSDP has rounded the weights
+        trained(without, rules)
+    if hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
+        model, rules = build()
+        kept = {param for module in model[1:2] for param in module.parameters()}
+        low = dataclasses.replace(low, param_dtype_override_fn=lambda param: param.dtype if param in kept else None)
+        fully_shard(model, mp_policy=low)
+        torch.testing.assert_close(trained(model, rules), expected, rtol=0, atol=0)
+
+
+def float32_gradients_of_bfloat16_shards(rank: int, world: int) -> None:
+    """By `Tensor.grad_dtype`, which FSDP2 follows since torch 2.15 and before drops: either trains, and skips."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).bfloat16()
+    for param in model.parameters():
+        param.grad_dtype = torch.float32
+    fully_shard(model)
+    optimizer, guard = AdamW(model.parameters(), lr=1e-2), GradGuard("cpu")
+    for step in range(3):
+        before = [param.detach().full_tensor() for param in model.parameters()]
+        x = torch.full((4, 8), torch.nan if step == 1 and rank == 0 else 1.0, dtype=torch.bfloat16)
+        norm: Any = guard.backward_and_step(model(x).float().square().mean(), optimizer, max_norm=1.0)
+        assert {param.grad.dtype for param in model.parameters()} == {GRADIENTS_OF_SHARDS}
+        assert bool(norm.isfinite()) is (step != 1)
+        optimizer.zero_grad()
+        after = [param.detach().full_tensor() for param in model.parameters()]
+        assert all(map(torch.equal, before, after)) is (step == 1)
+
+
+GRADIENTS_OF_SHARDS = torch.float32 if parsed(torch.__version__) >= (2, 15) else torch.bfloat16
+
+
 @pytest.mark.parametrize(
     "check",
     [
         ddp_has_torchs_bits,
+        float32_rules_hold_under_a_policy_of_fsdp2,
+        float32_gradients_of_bfloat16_shards,
         fsdp2_has_torchs_bits,
         tensor_and_sequence_parallel_have_torchs_bits,
     ],

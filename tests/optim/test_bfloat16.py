@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampkit import GradGuard, GradScaler
 from ampkit.optim import SGD, AdamW
 from ampkit_kernels import reference, rounding
 from ampkit_kernels.reference import is_on_host
@@ -56,6 +57,63 @@ def test_remainders_equal_torchs_float32_weights_to_the_bit(pair: str) -> None:
         for entry in other.state[q].keys() - {"step"}:
             if other.state[q][entry] is not None:
                 assert_equal([optimizer.state[p][entry]], [other.state[q][entry]])
+
+
+GRAD_DTYPES = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), GRAD_DTYPES)
+@pytest.mark.parametrize("given", [{}, {"fused": True}, {"foreach": True}, {"max_grad_norm": 1e9}, REMAINDER])
+def test_gradients_of_another_dtype_than_their_weights(dtype: Any, grad_dtype: Any, given: dict[str, Any]) -> None:
+    """By `Tensor.grad_dtype`: torch's float32 step from the weights and moments, each rounded once."""
+    if given is REMAINDER and dtype is torch.float16:
+        pytest.skip("remainders are for bfloat16")
+    params = parameters_of(dtype)
+    for param in params:
+        param.grad_dtype = grad_dtype
+    optimizer = AdamW(params, lr=0.01, **given)
+    wide = copies_of(params, torch.float32)
+    torchs = torch.optim.AdamW(wide, lr=0.01, foreach=False)
+    for step in range(10):
+        for param, grad in zip(params, parameters_of(torch.float32, seed=100 + step), strict=True):
+            param.grad = None
+            (param.to(grad_dtype) * grad.detach().to(grad_dtype)).sum().backward()
+            assert param.grad.dtype is grad_dtype
+        for param, other in zip(params, wide, strict=True):
+            other.grad = param.grad.float()
+            param.grad *= 256.0
+        if given is not REMAINDER:
+            for each in (*wide, *(torchs.state[p][name] for p in wide if step for name in ("exp_avg", "exp_avg_sq"))):
+                each.data = each.data.to(dtype).float()
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(256.0), torch.tensor(0.0)
+        optimizer.step()
+        torchs.step()
+    ulp = 2.0**-9 if dtype is torch.float16 else 0.0
+    torch.testing.assert_close([p.detach() for p in params], [p.detach().to(dtype) for p in wide], rtol=ulp, atol=0)
+
+
+@pytest.mark.parametrize("given", [STOCHASTIC, REMAINDER, BOTH, {"state_dtype": torch.float32}])
+@pytest.mark.parametrize("make", [partial(AdamW, lr=0.01), partial(SGD, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("scaler", [lambda: GradGuard("cpu"), lambda: GradScaler("cpu", 2.0**12)])
+def test_float32_gradients_of_bfloat16_weights_under_a_scaler(given: dict[str, Any], make: Any, scaler: Any) -> None:
+    """Gradients that bfloat16 can hold are stepped as in bfloat16; a larger one is skipped."""
+    runs = []
+    for grad_dtype in (torch.float32, torch.bfloat16):
+        params = parameters()
+        optimizer, scale = make(params, **given), scaler()
+        for step in range(6):
+            grads = parameters(seed=100 + step)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad_dtype, param.grad = grad_dtype, None
+                value = torch.inf if step == 3 else 1.0
+                scale.scale((param.float() * grad.detach().float() * value).sum()).backward()
+                assert param.grad.dtype is grad_dtype
+            scale.clip_grad_norm_(optimizer, 1e9)
+            scale.step(optimizer)
+            scale.update()
+        assert scale.stats().skips == 1
+        runs.append([p.detach().float() for p in params])
+    assert_equal(*runs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

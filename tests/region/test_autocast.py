@@ -185,7 +185,7 @@ def test_a_decorator_without_parentheses():
 
 
 def test_float8_is_no_dtype_of_a_region():
-    with pytest.warns(UserWarning, match=r"not torch\.float8_e4m3fn: it .* Select FP8 for operators.*float8_rowwise"):
+    with pytest.warns(UserWarning, match=r"not torch\.float8_e4m3fn: it .* Select 8-bit formats .*with_rules"):
         assert not autocast("cpu", torch.float8_e4m3fn).spec.enabled
     with pytest.warns(UserWarning, match=r"not torch\.int8: it is disabled\. To compute in float32, decorate"):
         autocast("cpu", torch.int8)

@@ -36,7 +36,8 @@ TORCH_NAMESPACES = (
 # Names of other libraries that no Python file here uses, and commands.
 ELSEWHERE = {
     "Apex": "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedLayerNorm FusedNovoGrad FusedSGD SyncBatchNorm "
-    "master_params_to_model_params model_grads_to_master_grads multi_tensor_l2norm network_to_half prep_param_lists",
+    "cur_scale has_overflow master_params_to_model_params model_grads_to_master_grads multi_tensor_l2norm "
+    "network_to_half prep_param_lists update_scale",
     "transformers": "from_pretrained hyperparameter_search",
     "Lightning": "log_metrics",
     "torch, in modules that are not imported": "parallel_apply wrap_with_autocast",

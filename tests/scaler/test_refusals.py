@@ -143,14 +143,6 @@ def test_what_is_given_in_place_of_an_optimizer_or_a_model(enabled) -> None:
             scaler.update(optimizer)
 
 
-@pytest.mark.parametrize("name", ["update_scale", "unscale", "dynamic", "cur_scale", "overflow"])
-def test_names_of_apex_lead_to_those_here(name) -> None:
-    with pytest.raises(AttributeError, match=rf"^'GradScaler' object has no attribute '{name}'; expected \w"):
-        getattr(started(), name)
-    with pytest.raises(AttributeError, match=r"^'GradScaler' object has no attribute '\w+_flavour'$"):
-        getattr(started(), name + "_flavour")
-
-
 @pytest.mark.parametrize("value", ["2", None, True, [], 1j, torch.ones(2)], ids=str)
 def test_what_is_no_number(value) -> None:
     """When it is given, not in a later update, by torch."""
