@@ -50,6 +50,10 @@ TASKS = {
     "compile": "compile.md",
     "cached inference": "performance.md#reuse-of-weight-casts",
     "DataParallel": "../examples/data_parallel.py",
+    "float32 logits": "recipes.md#float32-logits-from-a-16-bit-head",
+    "experts": "recipes.md#routers-and-experts",
+    "trainer and rollout": "recipes.md#the-gap-between-trainer-and-rollout",
+    "memory of norms": "policy.md#norms-between-16-bit-layers",
 }
 
 # A block that cannot run here says why: `<!-- not run: needs two GPUs -->` on the line before its fence.
