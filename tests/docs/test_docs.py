@@ -54,6 +54,12 @@ TASKS = {
     "experts": "recipes.md#routers-and-experts",
     "trainer and rollout": "recipes.md#the-gap-between-trainer-and-rollout",
     "memory of norms": "policy.md#norms-between-16-bit-layers",
+    "memory of logits": "recipes.md#logits-that-do-not-fit-in-memory",
+    "float16 with FSDP2": "recipes.md#float16-with-fsdp2",
+    "no autocast": "migrating.md#do-you-need-autocast",
+    "compiled and eager differ": "compile.md#numerics-of-inductor",
+    "FP16 gradients": "scaler.md#errors-and-faults",
+    "slow FP8": "float8.md#when-to-use-it",
 }
 
 # A block that cannot run here says why: `<!-- not run: needs two GPUs -->` on the line before its fence.
