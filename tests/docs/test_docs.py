@@ -51,6 +51,16 @@ TASKS = {
     "compile": "compile.md",
     "cached inference": "performance.md#reuse-of-weight-casts",
     "DataParallel": "../examples/data_parallel.py",
+    "float32 logits": "recipes.md#float32-logits-from-a-16-bit-head",
+    "experts": "recipes.md#routers-and-experts",
+    "trainer and rollout": "recipes.md#the-gap-between-trainer-and-rollout",
+    "memory of norms": "policy.md#norms-between-16-bit-layers",
+    "memory of logits": "recipes.md#logits-that-do-not-fit-in-memory",
+    "float16 with FSDP2": "recipes.md#float16-with-fsdp2",
+    "no autocast": "migrating.md#do-you-need-autocast",
+    "compiled and eager differ": "compile.md#numerics-of-inductor",
+    "FP16 gradients": "scaler.md#errors-and-faults",
+    "slow FP8": "float8.md#when-to-use-it",
 }
 
 # A block that cannot run here says why: `<!-- not run: needs two GPUs -->` on the line before its fence.

@@ -79,6 +79,18 @@ def test_adapters_learn_and_frozen_weights_are_cast_once() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_products_with_a_float32_result_round_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """The programs of docs/recipes.md, which shows what they print."""
+    bfloat16, float32_logits, float16 = map(sum, run("rl_logprob_gap", 10).values())
+    assert 4 * float16 < float32_logits < bfloat16
+    picked = run("moe_router", 30)
+    assert picked["float32 scores"] < 0.5 * picked["bfloat16 scores"]
+    number = re.compile(r"\d+\.\d+(e[+-]\d+)?")
+    page = number.sub("#", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")).splitlines()
+    printed = number.sub("#", capsys.readouterr().out).splitlines()
+    assert [line for line in printed if line.startswith(("step", "bfloat16", "float32")) and line not in page] == []
+
+
 def test_offloaded_activations_give_the_same_gradients() -> None:
     plain, offloaded = run("activation_offload")
     assert len(plain) == 4

@@ -145,6 +145,13 @@ def test_backward_in_a_region_and_of_itself() -> None:
     torch.testing.assert_close(twice.double(), wanted, rtol=0.05, atol=0.5)
 
 
+def test_torchs_own_product_has_no_derivative() -> None:
+    """As README.md says; on no device, so that the meta device shows it."""
+    left, right = (torch.empty(4, 4, dtype=BF16, device="meta", requires_grad=True) for _ in range(2))
+    with pytest.raises(RuntimeError, match="derivative for aten::mm is not implemented"):
+        torch.mm(left, right, out_dtype=torch.float32).sum().backward()
+
+
 def test_cuda_multiplies_16_bit_matrices() -> None:
     """As a graph has it that is made without a GPU."""
 

@@ -251,6 +251,33 @@ def test_the_cache_on_disk_is_keyed_by_the_whole_policy() -> None:
     assert len({*tags}) == 3
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_options_of_inductor_keep_the_casts_between_fused_operators() -> None:
+    """As docs/compile.md says; and AOTAutograd stores on disk a graph with a region around it, not one inside."""
+    weight, x = torch.randn(64, 32), torch.randn(64, 32)
+
+    def fused(x: Tensor) -> Tensor:
+        y = F.linear(x, weight)
+        return torch.sigmoid(F.silu(y) * 1.7 + 0.3) * y
+
+    options: list[dict[str, Any]] = [{}, {"emulate_precision_casts": True}]
+    if hasattr(torch._inductor.config, "numerics"):  # PyTorch 2.15
+        options.append({"numerics": "strict"})
+    wanted, differing = autocast("cpu")(fused)(x), []
+    torch._dynamo.utils.counters.clear()
+    with torch._inductor.utils.fresh_cache():
+        for each in options:
+            torch._dynamo.reset()
+            with autocast("cpu"):
+                differing.append(int((torch.compile(fused, options=each)(x) != wanted).sum()))
+        counted = torch._dynamo.utils.counters["aot_autograd"]
+        assert (counted["autograd_cache_saved"], counted["autograd_cache_bypass"]) == (len(options), 0)
+        torch.compile(autocast("cpu")(fused))(x)
+        assert (counted["autograd_cache_saved"], counted["autograd_cache_bypass"]) == (len(options), 1)
+    assert max(differing[1:]) < 0.5 * differing[0], differing
+
+
 # Backward: in the dtypes of eager code, which runs it outside regions
 
 
