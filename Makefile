@@ -29,9 +29,9 @@ install: $(STAMP) ## create .venv and install ampkit with its extras into it
 demo: $(DEMO_STAMP) ## train on real data: fp32, torch.amp and ampkit side by side
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run every test
+test: $(STAMP) ## run every test; the ten longest are listed at the end
 	@echo "==> tests, on $(WORKERS) workers"
-	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --durations=10 $(ARGS)
 
 # The core, without what compiles, trains for long, starts processes or goes through thousands of cases.
 QUICK := $(addprefix tests/, \

@@ -17,6 +17,8 @@ AMPKIT = "ampkit"
 SAME_LIST = "ampkit, torch's list"  # ampkit with `Policy.torch`: the same casts as torch.amp
 KEPT = "ampkit, outer region"  # the same in a disabled region around it
 OWN_OPTIMIZER = "ampkit, ampkit.optim"
+REMAINDERS = "ampkit, bfloat16 weights with remainders"
+STOCHASTIC = "ampkit, bfloat16 weights, stochastic rounding"
 
 
 @dataclass

@@ -23,6 +23,7 @@ QUESTIONS = {
     "mlp": "Steps of an MLP of four layers by width, bfloat16, fused AdamW",
     "inference": "Inference in one region, `no_grad`",
     "training": "Training steps",
+    "bfloat16 weights": "Steps with bfloat16 weights that lose no updates, beside float32 weights and fused AdamW",
     "compiled": "Regions and compiled code",
     "accumulation": "Gradient accumulation, eight micro-batches",
     "features": "Module rules, custom functions, checkpoints, records",

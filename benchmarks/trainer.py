@@ -13,12 +13,17 @@ from torch import Tensor
 import ampkit
 import ampkit.optim
 from ampkit import Policy, autocast
-from benchmarks.case import AMPKIT, KEPT, OWN_OPTIMIZER, SAME_LIST, TORCH
+from benchmarks.case import AMPKIT, KEPT, OWN_OPTIMIZER, REMAINDERS, SAME_LIST, STOCHASTIC, TORCH
 from benchmarks.workloads import Batch, Workload, loss_of
 
 FP32 = "fp32"
 BATCHES = 4  # steps with different micro-batches, which then repeat
 CLIP = 1.0
+OPTIONS: dict[str, dict[str, Any]] = {  # of ampkit.optim.AdamW
+    OWN_OPTIMIZER: {},
+    REMAINDERS: {"masters": "remainder"},
+    STOCHASTIC: {"rounding": "stochastic"},
+}
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -30,7 +35,7 @@ class Variant:
     `scaled`: with a gradient scaler, as float16 always has. `run`: "eager", "compiled" (forward and loss, with the
     region in it, through `torch.compile`), "around" (the region around a model that "aot_eager" has compiled),
     "inference" (the model's forward alone, without gradients) or "graph" (forward and backward of a micro-batch,
-    captured as a CUDA graph; the optimizer steps outside it).
+    captured as a CUDA graph; the optimizer steps outside it). `low`: with bfloat16 weights besides.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -38,6 +43,7 @@ class Variant:
     clip: bool = False
     run: str = "eager"
     scaled: bool = False
+    low: bool = False
 
     def __str__(self) -> str:
         parts = [{torch.float16: "fp16", torch.bfloat16: "bf16"}[self.dtype]]
@@ -47,6 +53,8 @@ class Variant:
             parts.append("scaled")
         if self.clip:
             parts.append("clipped")
+        if self.low:
+            parts.append("bfloat16 weights")
         if self.run != "eager":
             parts.append(self.run)
         return " ".join(parts)
@@ -59,6 +67,8 @@ class Trainer:
         torch.manual_seed(seed)
         self.variant = variant
         self.model = workload.build().to(device)
+        if way in (REMAINDERS, STOCHASTIC):
+            self.model.bfloat16()
         generator = torch.Generator().manual_seed(seed)
         drawn = workload.batches(BATCHES * variant.accumulation, generator)
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
@@ -68,8 +78,8 @@ class Trainer:
         # its defaults.
         params = self.model.parameters()
         self.optimizer: torch.optim.Optimizer = (
-            ampkit.optim.AdamW(params, lr=workload.lr)
-            if way == OWN_OPTIMIZER
+            ampkit.optim.AdamW(params, lr=workload.lr, **OPTIONS[way])
+            if way in OPTIONS
             else torch.optim.AdamW(params, lr=workload.lr, fused=True)
         )
         scaled = (variant.scaled or variant.dtype is torch.float16) and way != FP32
@@ -161,7 +171,7 @@ def _region(way: str, device: str, dtype: torch.dtype) -> Region:
         return contextlib.nullcontext
     if way == TORCH:
         return lambda: torch.autocast(device, dtype)
-    if way in (AMPKIT, OWN_OPTIMIZER):
+    if way == AMPKIT or way in OPTIONS:
         return lambda: autocast(device, dtype)
     policy = Policy.torch(device)
     if way in (SAME_LIST, KEPT):
@@ -171,6 +181,8 @@ def _region(way: str, device: str, dtype: torch.dtype) -> Region:
 
 def ways(variant: Variant, device: torch.device) -> list[str]:
     """Return the ways to train that are compared for a variant on a device."""
+    if variant.low:
+        return [FP32, TORCH, SAME_LIST, REMAINDERS, STOCHASTIC]
     names = [FP32, TORCH, AMPKIT, SAME_LIST]
     if variant.run == "inference" or (variant.accumulation > 1 and variant.run == "eager"):
         names.append(KEPT)

@@ -64,7 +64,7 @@ class Cast:
 
     def convert(self, tensor: Tensor) -> Tensor:
         """Cast a tensor without a cache. The cache calls this for weights."""
-        return self.tensor(tensor)
+        return self.to_dtype(tensor) if tensor.dtype in self.castable and self.on_device(tensor) else tensor
 
     def is_eligible(self, tensor: Tensor) -> bool:
         """Whether a tensor is eligible, whatever its dtype."""

@@ -60,8 +60,8 @@ def invalidate_casts(*_: Any) -> None:
 class WeightCasts:
     """The casts of weights that the regions of a thread share, and the forms of weights that product rules make.
 
-    An object with `convert(weight)`, `device_type` and `source_dtypes` defines the cast: a `casting.Cast`, or the form
-    of a product rule.
+    The object that casts a weight has `convert(weight)`, `device_type`, `on_device(weight)` and `source_dtypes`: a
+    `casting.Cast`, or the form of a product rule.
     """
 
     def __init__(self, *, in_capture: bool = False) -> None:
@@ -93,7 +93,8 @@ class WeightCasts:
         return self._cached
 
     def _cached(self, weight: Tensor, cast: Any) -> Any:
-        cached = self._casts.get((id(weight), cast, _inference_mode()))
+        key = id(weight), cast, _inference_mode()
+        cached = self._casts.get(key)
         if cached is not None:
             _, version, address, storage, converted = cached
             if (
@@ -104,18 +105,29 @@ class WeightCasts:
                 if self.reused is not None:
                     self.reused.append(converted)
                 return converted
-        return self._new(weight, cast)
+        return self._new(weight, cast, key)
 
-    def _new(self, weight: Tensor, cast: Any) -> Any:
-        if not _is_weight(weight) or weight.dtype not in cast.source_dtypes or weight.device.type != cast.device_type:
+    def _new(self, weight: Tensor, cast: Any, key: tuple[int, Any, bool]) -> Any:
+        # Casts are cached of leaves that require grad, as in torch.amp, but never of views. Frozen weights are cast at
+        # each use: adapters are merged into them through `.data`, which no version counts.
+        if (
+            not weight.requires_grad
+            or not weight.is_leaf
+            or weight._is_view()
+            or weight.is_inference()  # has no version counter
+            or weight.dtype not in cast.source_dtypes
+            or not cast.on_device(weight)
+        ):
             return cast.convert(weight)
-        try:
-            address, storage = _memory(weight)
-        except RuntimeError:  # sparse tensors have no memory of their own
-            return cast.convert(weight)
+        kind, address, storage = type(weight), None, None  # no memory of tensors that wrap others
+        if (kind is Parameter or kind is Tensor) and (functorch_level() is None or not is_functorch_wrapped(weight)):
+            try:
+                address, storage = weight.data_ptr(), weakref.ref(weight.untyped_storage())
+            except RuntimeError:  # sparse tensors have no memory of their own
+                return cast.convert(weight)
         self._since_step = _Steps.since_last = _Steps.since_last or object()
         version = weight._version  # read before the cast, so that a write during the cast invalidates it
-        if _grad_enabled() or _inference_mode():
+        if _grad_enabled() or key[2]:
             converted = cast.convert(weight)
         else:
             # With a history even under `no_grad`, as in torch.amp: the age of the history decides in which order the
@@ -126,7 +138,7 @@ class WeightCasts:
             finally:
                 set_grad_enabled(False)
         # The entry holds the weight, as the history of its cast does, so that no other tensor gets its `id`.
-        self._casts[id(weight), cast, _inference_mode()] = weight, version, address, storage, converted
+        self._casts[key] = weight, version, address, storage, converted
         return converted
 
     def clear(self) -> None:
@@ -137,24 +149,3 @@ class WeightCasts:
 
 def _convert(weight: Tensor, cast: Any) -> Any:
     return cast.convert(weight)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    """Whether casts of a tensor are cached: of leaves that require grad, as in torch.amp, but never of views.
-
-    Frozen weights are cast at each use: adapters are merged into them through `.data`, which no version counts.
-    """
-    return (
-        tensor.is_leaf
-        and tensor.requires_grad
-        and not tensor._is_view()
-        and not tensor.is_inference()  # has no version counter
-    )
-
-
-def _memory(weight: Tensor) -> tuple[int | None, Callable[[], Any] | None]:
-    """Return the address of a weight's memory and a weak reference to its storage; None for a wrapper of tensors."""
-    kind = type(weight)
-    if (kind is Parameter or kind is Tensor) and (functorch_level() is None or not is_functorch_wrapped(weight)):
-        return weight.data_ptr(), weakref.ref(weight.untyped_storage())
-    return None, None

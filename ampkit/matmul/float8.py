@@ -79,6 +79,10 @@ class WeightForm(NamedTuple):
     device_type: str
     source_dtypes = DTYPES
 
+    def on_device(self, weight: Tensor) -> bool:
+        """Whether the weight is on a device of this type."""
+        return weight.device.type == self.device_type
+
     def convert(self, weight: Tensor) -> Quantized:
         """Return the weight in FP8."""
         if self.transposed:

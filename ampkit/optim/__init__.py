@@ -5,8 +5,8 @@ scaler sets `found_inf` (skip) and `grad_scale` (divide gradients by it). On a G
 they are multiplied in place by a scale. With `max_grad_norm` the step also clips, and writes no gradient.
 
 With `rounding="stochastic"` or `masters="remainder"` bfloat16 weights keep updates that rounding to nearest loses.
-Moments have the dtype `state_dtype`. With any of the three a step is computed in float32 and rounded once, on
-every device.
+Moments have the dtype `state_dtype`. With any of the three a step is computed in float32 and rounded once. On a CPU
+torch's fused functions compute it (`float32_step`).
 """
 
 from ampkit.optim.adamw import AdamW

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -15,9 +15,9 @@ import ampkit_kernels as kernels
 from ampkit.dtypes import REAL_FLOATS
 from ampkit.gradients.collect import ORDINARY
 from ampkit.gradients.step_contract import StepScalars
-from ampkit.optim.device_step import DeviceStep, local_gradient, multiplied, needs_float32, refuse_sparse
+from ampkit.optim.device_step import DeviceStep, local_gradient, lr_for_kernel, multiplied, needs_float32, refuse_sparse
 from ampkit.optim.low_precision_weights import Precision
-from ampkit.torch_private import gathered, local_tensors, placements_of
+from ampkit.torch_private import foreach_add_, fused_adamw_, gathered, local_tensors, placements_of
 
 _dtype_of, _nbytes_of = attrgetter("dtype"), attrgetter("nbytes")
 _NAMES = ("exp_avg", "exp_avg_sq", "step")
@@ -32,8 +32,9 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     nor step counts. The step never synchronizes and can be captured in a CUDA graph. On a CPU, or if Triton
     cannot run, `torch.optim`'s own functions step: the fused one, with the results of `torch.optim.AdamW(fused=True)`,
     unless `fused` or `foreach` chooses another.
-    With `rounding`, `masters` or `state_dtype` the step is computed in float32 and rounded once; parameters must be
-    bfloat16, or float32, which need neither random bits nor remainders. DTensors are updated shard by shard.
+    With `rounding`, `masters` or `state_dtype` the step is computed in float32, on a CPU by the fused function, and
+    rounded once; parameters must be bfloat16, or float32, which need neither random bits nor remainders. DTensors are
+    updated shard by shard.
 
     Args:
         params: parameters or parameter groups, as in `torch.optim.AdamW` (Loshchilov and Hutter 2019).
@@ -55,7 +56,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, so that the
             mean is right.
         masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
-            to the bit.
+            to the bit. On a CPU that is a weight of `torch.optim.AdamW(fused=True)`.
         state_dtype: dtype of moments, torch.float32 or torch.bfloat16; None: the dtype of the weights or their masters.
         seed: seed of stochastic rounding.
 
@@ -147,6 +148,25 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         max_exp_avg_sqs = largest[0] if largest else []
         amsgrad = group["amsgrad"]
         kernels.adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=amsgrad, **options)
+
+    def _fused(
+        self, group: dict[str, Any], lists: list[list[Tensor]]
+    ) -> Callable[[list[int], list[list[Tensor]]], None]:
+        steps = lists.pop()
+        foreach_add_(steps, torch.ones((), dtype=torch.float32, device="cpu"))
+        options = {
+            "lr": lr_for_kernel(group["lr"], steps[0].device),
+            "weight_decay": group["weight_decay"],
+            "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"],
+            **self._options(group),
+        }
+
+        def step(rows: list[int], stepped: list[list[Tensor]]) -> None:
+            largest = stepped[4] if group["amsgrad"] else []
+            fused_adamw_(*stepped[:4], largest, [steps[i] for i in rows], **options)
+
+        return step
 
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
         if not self._precision.is_torchs:

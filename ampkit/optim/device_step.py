@@ -22,6 +22,7 @@ from ampkit.gradients.clipping import norm_and_factor
 from ampkit.gradients.collect import ORDINARY, gradients_of, host_value_or_none, local_tensor, moved, note_written
 from ampkit.gradients.ranks import Agreement
 from ampkit.gradients.step_contract import StepScalars
+from ampkit.optim.float32_step import step_in_float32
 from ampkit.optim.low_precision_weights import Precision
 from ampkit.torch_private import (
     dynamo_skip,
@@ -86,6 +87,12 @@ class DeviceStep(ABC):
     @abstractmethod
     def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
         """Call the kernel with lists of local parameters, gradients and the entries that `_names` names."""
+
+    @abstractmethod
+    def _fused(
+        self, group: dict[str, Any], lists: list[list[Tensor]]
+    ) -> Callable[[list[int], list[list[Tensor]]], None]:
+        """Return torch's fused step for `step_in_float32`, and leave it the lists that have an entry per element."""
 
     @abstractmethod
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
@@ -435,16 +442,29 @@ class DeviceStep(ABC):
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
         remainders = self._remainders(params) if self.has_remainders else {}
+        in_float32 = (
+            not self._precision.is_torchs
+            and kernels.reference.is_on_host(columns[1][0])
+            and not kernels.uses_triton(self.impl, device)
+            and set(map(type, columns[0])) <= ORDINARY
+        )
+        if in_float32:
+            scalars = scalars.on(device)
         with nullcontext() if "stream" not in names else _shifted_by_shard(columns[-1], params):
             for rows, targets in split_by_remainder(params, remainders):
                 lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-                grads = [param.grad for param in group["params"]]
-                cache = self._cache((number, device, targets is not None, self.impl, _which(grads)))
-                options = self._all_options(group, scalars, device)
-                options["remainders"] = targets
+                streams = None
                 if "stream" in names:
-                    *lists, options["streams"] = lists
-                self._step_kernel(group, lists, impl=self.impl, cache=cache, **options)
+                    *lists, streams = lists
+                if not in_float32:
+                    grads = [param.grad for param in group["params"]]
+                    cache = self._cache((number, device, targets is not None, self.impl, _which(grads)))
+                    options = self._all_options(group, scalars, device)
+                    options |= {"remainders": targets, "streams": streams, "impl": self.impl, "cache": cache}
+                    self._step_kernel(group, lists, **options)
+                elif not scalars.skips_on_host():
+                    fused = self._fused(group, lists)
+                    step_in_float32(lists, targets, streams, scalars.factor_on_host(), fused)
                 stepped = params if rows is None else [params[i] for i in rows]
                 note_written([*stepped, *(remainders[param] for param in stepped if param in remainders)])
         if self.has_remainders:

@@ -80,7 +80,7 @@ class Precision:
         for name, dtype in dtypes.items():
             if state.get(name) is None:
                 state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            elif not self.is_torchs:
+            elif not self.is_torchs and state[name].dtype is not dtype:
                 state[name] = state[name].to(dtype)
         for name in self.streams:
             if name not in state:

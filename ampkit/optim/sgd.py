@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch.optim.sgd import sgd as torch_sgd
 
 import ampkit_kernels as kernels
 from ampkit.gradients.step_contract import StepScalars
-from ampkit.optim.device_step import DeviceStep, multiplied, needs_float32, refuse_sparse
+from ampkit.optim.device_step import DeviceStep, lr_for_kernel, multiplied, needs_float32, refuse_sparse
 from ampkit.optim.low_precision_weights import Precision
-from ampkit.torch_private import gathered
+from ampkit.torch_private import fused_sgd_, gathered
 
 
 class SGD(DeviceStep, torch.optim.SGD):
@@ -102,6 +102,19 @@ class SGD(DeviceStep, torch.optim.SGD):
     def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
         params, grads, buffers = lists if len(lists) == 3 else [*lists, []]
         kernels.sgd_(params, grads, buffers, **options)
+
+    def _fused(
+        self, group: dict[str, Any], lists: list[list[Tensor]]
+    ) -> Callable[[list[int], list[list[Tensor]]], None]:
+        options = {
+            "lr": lr_for_kernel(group["lr"], lists[0][0].device),
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+            "dampening": 0.0,
+            "is_first_step": False,
+            **self._options(group),
+        }
+        return lambda rows, stepped: fused_sgd_(*stepped, *[[]][len(stepped) - 2 :], **options)
 
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
         if not self._precision.is_torchs:

@@ -138,7 +138,7 @@ def _recorded(
 def _upcast_by(tensor: Tensor) -> str:
     """Return the name of the autograd node that computed a float32 tensor from 16-bit activations; "" if none did.
 
-    Between the 16-bit tensors and the result are only a few float32 operators, such as those of a norm.
+    Between the 16-bit tensors and the result are only a few float32 operators, such as in a norm.
     """
     pending = [tensor.grad_fn] if tensor.dtype is torch.float32 and tensor.grad_fn is not None else []
     names: dict[Any, str] = {}

@@ -1144,7 +1144,7 @@ class GradGuard(GradScaler):
     may be left out.
 
     Args:
-        device: device type that the script trains on; None: the current accelerator, else "cpu".
+        device: device type that the script trains on; None: the current accelerator, or "cpu" without one.
         enabled, process_group, allow_fp16, on_stuck, skip_above: as in `GradScaler`.
 
     Raises:

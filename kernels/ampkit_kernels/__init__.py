@@ -38,6 +38,7 @@ from .implementation import IMPLS as IMPLS
 from .implementation import TritonUnavailable, uses_triton, why_not_triton
 from .step_cache import StepCache as StepCache
 from .tensor_lists import FlatList as FlatList
+from .tensor_lists import check_parallel as check_parallel
 
 __all__ = [
     "Quantized",

@@ -31,7 +31,9 @@ def test_a_run_is_a_choice_of_cases() -> None:
     assert sum(case.seconds for case in everyday) <= 130
     assert {case.family for case in everyday} < {case.family for case in registry.every_case()} == set(report.QUESTIONS)
     assert [case.name for case in registry.choose("cuda", ["*/GPT-2*bf16 graph"])] == ["GPT-2 124M, bf16 graph"]
-    with pytest.raises(ValueError, match="families are accumulation, compiled, debugging, features, float8"):
+    with pytest.raises(
+        ValueError, match="families are accumulation, bfloat16 weights, compiled, debugging, features, float8"
+    ):
         registry.choose("cpu", ["nothing"])
 
 
@@ -88,6 +90,7 @@ def spoil(case: Case, sides: dict[str, Any], name: str) -> None:
         (gpt, Variant(BF16, 4)),
         (gpt, Variant(FP16, 2, clip=True)),
         (gpt, Variant(scaled=True)),
+        (gpt, Variant(low=True)),
         (gpt, Variant(run="inference")),
         (gpt, Variant(run="around")),
         (gpt, Variant(run="compiled")),

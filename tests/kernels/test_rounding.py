@@ -92,3 +92,45 @@ def test_elements_are_numbered_in_the_order_of_memory() -> None:
     bits = rounding.random_bits(rounding.stream(0, 0, CPU), like)[0]
     flat = rounding.random_bits(rounding.stream(0, 0, CPU), torch.empty(120))[0]
     assert bits.permute(0, 2, 3, 1).flatten().tolist() == flat.tolist()
+
+
+def test_functions_in_place_equal_the_others() -> None:
+    """For every weight, also where a list has no inf and no NaN, for which they do without most of the arithmetic."""
+    weights = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    for chosen in (weights, weights[weights.isfinite()], weights[weights.abs() < 1e15], weights[:7]):
+        for remainder in (-0x8000, -0x7FFF, -5, 0, 1, 0x7FFF):
+            remainders = torch.full(chosen.shape, remainder, dtype=torch.int16).view(rounding.REMAINDER)
+            joined = chosen.float()
+            rounding.join_(joined, remainders)
+            same([joined], [rounding.joined(chosen, remainders)], f"joined, {remainder}")
+            halves, found = joined.clone(), torch.empty_like(remainders)
+            rounding.split_(halves, found)
+            weight, wanted = rounding.split(joined)
+            same([halves.bfloat16()], [weight], f"weights, {remainder}")
+            same([found.view(torch.int16)], [wanted.view(torch.int16)], f"remainders, {remainder}")
+            for bits in (0, 1, 0x8000, 0xFFFF):
+                rounded = joined.clone()
+                rounding.round_(rounded, torch.full(chosen.shape, bits, dtype=torch.int32))
+                same([rounded], [rounding.rounded(joined, bits)], f"rounded, {remainder}, {bits}")
+
+
+def test_random_bits_of_several_tensors_are_those_of_each() -> None:
+    """Also of pieces, of elements beyond 2**32, and of tensors that are not contiguous."""
+    tensors = [
+        torch.empty(3, 5),
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(7, 8)[:, ::2],
+    ]
+    streams = [rounding.stream(0, i, CPU) for i in range(3)]
+    bits = rounding.RandomBits(streams, 1024)
+    for rows in ([0, 1, 2], [2, 0], [1], [2]):
+        chosen = [tensors[i] for i in rows]
+        wanted = [
+            torch.cat([b.flatten() for b in each])
+            for each in zip(*(rounding.random_bits(streams[i], tensors[i]) for i in rows), strict=True)
+        ]
+        same([b.long() for b in map(Tensor.clone, bits.draw(rows, chosen))], wanted, str(rows))
+    for first in (1024, 2**31 - 1024, 2**32 - 1024, 2**33 + 1024):
+        numbers = torch.arange(first, first + 1000)
+        wanted = rounding.random_bits(streams[1], numbers, numbers)
+        same([b.long() for b in map(Tensor.clone, bits.draw([1], [torch.empty(1000)], first))], wanted, str(first))

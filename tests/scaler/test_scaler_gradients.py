@@ -151,7 +151,7 @@ def test_no_other_optimizers_record_is_read(use, monkeypatch) -> None:
 def test_no_optimizer_gets_the_record_of_one_that_has_died() -> None:
     """Within an iteration: Python gives its id to the next object of its size."""
     scaler, stages = started(GradScaler), []
-    for _ in range(20):
+    for _ in range(5):
         _, optimizer = one_parameter(grad=1.0)
         stages.append(scaler._per_optimizer_states[id(optimizer)]["stage"].name)
         scaler.unscale_(optimizer)
