@@ -21,7 +21,7 @@ from ampkit.dtypes import dtype_name
 CONSTANT = Cause("constant", "written explicitly in the code")
 RECEIVED = Cause("received", "received from another rank: this rank sent finite values")
 UNINITIALIZED = Cause("uninitialized", "memory was read before anything was written to it")
-PASSED_ON = Cause("passed on", "its inputs are not finite")
+PROPAGATED = Cause("propagated", "its inputs are not finite")
 SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipped")
 
 
@@ -195,11 +195,11 @@ def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:
 
 
 def advice_for(op: str, backward_of: str) -> tuple[str, str]:
-    """Return why an operator is undefined, and a recommendation; in backward, those of its forward operator."""
+    """Return why an operator, in backward its forward operator, is undefined, and a recommendation."""
     base = _base(backward_of or op)
-    known = (_BACKWARD.get(base) if backward_of else None) or _FORWARD.get(base)
-    if known is None:  # the user's own operator, in a hook or in a custom function's backward
+    entry = (_BACKWARD.get(base) if backward_of else None) or _FORWARD.get(base)
+    if entry is None:  # the user's own operator, in a hook or in a custom function's backward
         base = _base(op)
-        known = _FORWARD.get(base, _GENERAL)
-    why, recommendation = known
+        entry = _FORWARD.get(base, _GENERAL)
+    why, recommendation = entry
     return why.format(op=base), recommendation.format(op=f"torch.{base}")

@@ -111,7 +111,7 @@ class Tape:
         self.calls: list[Recorded] = []
         self._saved: deque[tuple[Values, int]] = deque()
         self._bytes = 0
-        self._values: dict[int, Values] = {}  # by storage, the latest; a weak reference keeps a key from being reused
+        self._values: dict[int, Values] = {}  # by storage, the latest; a weak reference prevents the reuse of a key
 
     def clear(self) -> None:
         """Drop all calls: a step has ended."""
