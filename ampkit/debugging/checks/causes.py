@@ -52,11 +52,7 @@ def find_cause(
         references = run_in_float64(op, args, kwargs)
     except Exception as error:  # operators without float64 raise many kinds of errors
         return Cause("unknown", f"{op.name} does not run in float64: {str(error).splitlines()[0][:100]}")
-    return _compare(op.name, args, outputs, references)
-
-
-def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], references: Sequence[Tensor]) -> Cause:
-    """Distinguish overflow from values that are undefined in any precision, by the first non-finite output."""
+    # The first non-finite output distinguishes an overflow from values that are undefined in any precision.
     for output, reference in zip(outputs, references, strict=False):
         if output.shape != reference.shape:
             continue
@@ -70,14 +66,12 @@ def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], referenc
         finite = torch.isfinite(values)
         if bool(finite.any()):
             value = float(values[finite].abs().max())
-            if value > limit:
-                text = f"overflow: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
-                return Cause("overflow", text, value, limit)
-            text = f"overflow inside the operator: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
-            return Cause("intermediate", text, value, limit)
+            inside = "" if value > limit else " inside the operator"
+            text = f"overflow{inside}: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
+            return Cause("intermediate" if inside else "overflow", text, value, limit)
         result = "NaN" if bool(torch.isnan(values).any()) else "inf"
-        return Cause("undefined", f"{why_undefined(op, args, result)}: in float64 the result is {result} too")
-    return Cause("unknown", f"{op} is finite when run again on the same inputs")
+        return Cause("undefined", f"{why_undefined(op.name, args, result)}: in float64 the result is {result} too")
+    return Cause("unknown", f"{op.name} is finite when run again on the same inputs")
 
 
 def _rows_of_minus_inf(op: OperatorProperties, args: tuple[Any, ...]) -> str:
