@@ -84,7 +84,7 @@ class Cause:
     - "received": it came from another rank;
     - "uninitialized": memory of `torch.empty` was read;
     - "unknown": the operator could not be run again;
-    - "passed on": propagated from an input;
+    - "propagated": an input is not finite;
     - "skipped": a scaler skipped a step because of it, and it is still in a gradient.
     """
 

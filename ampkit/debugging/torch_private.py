@@ -43,7 +43,7 @@ def node_name(node: Any) -> str:
 
 
 def node_sequence_number(node: Any) -> int:
-    """Return the sequence number of an autograd node: that of `next_sequence_number` in its forward operator."""
+    """Return the sequence number of an autograd node: the number of its forward operator."""
     return type(node)._sequence_nr(node)
 
 

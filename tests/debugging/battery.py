@@ -114,7 +114,8 @@ table(dtype=F16, kind="torch", rows=[
      "aten::addmm", r"overflow", LINES),
 ])
 table(dtype=F16, kind="ampkit", rows=[
-    ("cast_of_a_time", lambda x: x * (x.float() * 0 + 1.7e5).half(), "aten::_to_copy", r"overflow", r"float32|clamp"),
+    ("cast_of_a_time", lambda x: x * (x.float() * 0 + 1.7e5).half(),
+     "aten::_to_copy", r"overflow", r"float32|clamp|\.float\(\)"),
 ])
 
 
@@ -399,9 +400,10 @@ def update_by_hand(model: Any) -> None:
             p.add_(p.grad, alpha=-1e-4)  # here
 
 
-@whole("precision", r"gradients? .*(0|zero|gone|lost)", r"GradScaler",
-       model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
-def gradients_that_vanish(model: nn.Module) -> None:
+@whole("precision", r"gradients? .*(0|zero|gone|lost|underflow)", r"GradScaler",
+       model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), state=SGD)
+def gradients_that_vanish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
     model.zero_grad()
     with autocast("cpu", dtype=F16):
         out = model(torch.ones(4, 8))

@@ -21,7 +21,7 @@ from ampkit.dtypes import dtype_name
 CONSTANT = Cause("constant", "written explicitly in the code")
 RECEIVED = Cause("received", "received from another rank: this rank sent finite values")
 UNINITIALIZED = Cause("uninitialized", "memory was read before anything was written to it")
-PASSED_ON = Cause("passed on", "its inputs are not finite")
+PROPAGATED = Cause("propagated", "its inputs are not finite")
 SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipped")
 
 
@@ -52,11 +52,7 @@ def find_cause(
         references = run_in_float64(op, args, kwargs)
     except Exception as error:  # operators without float64 raise many kinds of errors
         return Cause("unknown", f"{op.name} does not run in float64: {str(error).splitlines()[0][:100]}")
-    return _compare(op.name, args, outputs, references)
-
-
-def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], references: Sequence[Tensor]) -> Cause:
-    """Distinguish overflow from values that are undefined in any precision, by the first non-finite output."""
+    # The first non-finite output distinguishes an overflow from values that are undefined in any precision.
     for output, reference in zip(outputs, references, strict=False):
         if output.shape != reference.shape:
             continue
@@ -70,14 +66,12 @@ def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], referenc
         finite = torch.isfinite(values)
         if bool(finite.any()):
             value = float(values[finite].abs().max())
-            if value > limit:
-                text = f"overflow: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
-                return Cause("overflow", text, value, limit)
-            text = f"overflow inside the operator: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
-            return Cause("intermediate", text, value, limit)
+            inside = "" if value > limit else " inside the operator"
+            text = f"overflow{inside}: the exact result is {value:.4g}; the {name} maximum is {limit:.4g}"
+            return Cause("intermediate" if inside else "overflow", text, value, limit)
         result = "NaN" if bool(torch.isnan(values).any()) else "inf"
-        return Cause("undefined", f"{why_undefined(op, args, result)}: in float64 the result is {result} too")
-    return Cause("unknown", f"{op} is finite when run again on the same inputs")
+        return Cause("undefined", f"{why_undefined(op.name, args, result)}: in float64 the result is {result} too")
+    return Cause("unknown", f"{op.name} is finite when run again on the same inputs")
 
 
 def _rows_of_minus_inf(op: OperatorProperties, args: tuple[Any, ...]) -> str:
@@ -195,11 +189,11 @@ def why_undefined(op: str, args: tuple[Any, ...], result: str) -> str:
 
 
 def advice_for(op: str, backward_of: str) -> tuple[str, str]:
-    """Return why an operator is undefined, and a recommendation; in backward, those of its forward operator."""
+    """Return why an operator, in backward its forward operator, is undefined, and a recommendation."""
     base = _base(backward_of or op)
-    known = (_BACKWARD.get(base) if backward_of else None) or _FORWARD.get(base)
-    if known is None:  # the user's own operator, in a hook or in a custom function's backward
+    entry = (_BACKWARD.get(base) if backward_of else None) or _FORWARD.get(base)
+    if entry is None:  # the user's own operator, in a hook or in a custom function's backward
         base = _base(op)
-        known = _FORWARD.get(base, _GENERAL)
-    why, recommendation = known
+        entry = _FORWARD.get(base, _GENERAL)
+    why, recommendation = entry
     return why.format(op=base), recommendation.format(op=f"torch.{base}")

@@ -111,7 +111,7 @@ _NOTES = ("bfloat16 scaled", "backward in region", "rounded", "clipped often", "
 
 @dataclass
 class _OptimizerState:
-    """What the loop has done with an optimizer and its gradients."""
+    """The calls of the loop for an optimizer and its gradients."""
 
     parameters: list[Tensor] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # of gradients: before a backward, after a step

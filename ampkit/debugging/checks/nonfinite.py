@@ -48,7 +48,7 @@ class NonFinite(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._data = Data(run)
-        self._events: dict[int, Event] = {}  # of this step: the non-finite ones, and those that read them
+        self._events: dict[int, Event] = {}  # of this step: non-finite ones, and their readers
         self._writers: StorageMap[tuple[int, ...]] = StorageMap()  # by storage: the events that wrote it
         self._replays: dict[tuple[str, str, int, str], int] = {}  # number of replays, by operator, line and phase
         self._next = 0  # index of the next event
@@ -179,7 +179,7 @@ class NonFinite(Check):
         event.finding = Finding(
             grade="error",
             check=self.name,
-            cause=causes.PASSED_ON,
+            cause=causes.PROPAGATED,
             what="",
             place=self.run.place(call, tensor),
             device=tensor.device.type,
@@ -188,7 +188,7 @@ class NonFinite(Check):
         self._events[event.index] = event
         return event.finding
 
-    def _arrive(self, tensor: Tensor, call: Call) -> tuple[int, ...]:
+    def _add_input(self, tensor: Tensor, call: Call) -> tuple[int, ...]:
         """Add an event for a tensor from before the step that a call reads; no event if it cannot be read."""
         if next(readable([tensor]), None) is None:
             return ()
@@ -274,7 +274,7 @@ class NonFinite(Check):
             finding.producer = None if producer is None else self.run.place(producer)
 
     def _origin_of(self, argument: _Input, low: float, high: float, call: Call, reader: int) -> tuple[int, ...]:
-        """Return the event that explains a non-finite input; none if a writer is known to be non-finite already."""
+        """Return the event that explains a non-finite input; none if a writer is already non-finite."""
         writers = [self._events[index] for index in argument.writers or () if index in self._events]
         if any(writer.nonfinite for writer in writers):
             return ()
@@ -282,15 +282,15 @@ class NonFinite(Check):
             if writer.kind in ("uninitialized", "received"):
                 writer.note_range(low, high)
                 if any(index in self._events and self._events[index].nonfinite for index in writer.inputs):
-                    writer.known.cause = causes.PASSED_ON  # this rank sent a non-finite value itself
+                    writer.known.cause = causes.PROPAGATED  # this rank sent a non-finite value itself
                 return (writer.index,)
         latest = self._writers.get(argument.tensor)
-        arrived = self._arrive(argument.tensor, call)
-        for index in arrived:
+        origin = self._add_input(argument.tensor, call)
+        for index in origin:
             self._events[index].note_range(low, high)
         if latest is not None and reader in latest:
             self._writers.set(argument.tensor, latest)  # the call writes it in place: its values are now the call's
-        return arrived
+        return origin
 
     def _note_parameter(self, event: Event, call: Call) -> None:
         """Note the first non-finite parameter or buffer that a call writes, or whose gradient a scaler writes."""

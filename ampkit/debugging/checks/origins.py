@@ -42,8 +42,8 @@ class Event:
 
     @property
     def kind(self) -> str:
-        """The kind of the cause of a non-finite value; "passed on" if a non-finite input is the cause."""
-        return self.finding.cause.kind if self.finding is not None else "passed on"
+        """The kind of the cause of a non-finite value; "propagated" if a non-finite input is the cause."""
+        return self.finding.cause.kind if self.finding is not None else "propagated"
 
     @property
     def is_used(self) -> bool:
@@ -74,7 +74,7 @@ class Origin(NamedTuple):
 def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[Origin]:
     """Return the origins of non-finite values among the events of a step that lead to a symptom, constants last.
 
-    If an exception ended the step (not `complete`), an inf that nothing has read yet is no symptom.
+    If an exception ended the step (not `complete`), an inf that nothing has read yet is not a symptom.
     """
     nonfinite = {index: event for index, event in events.items() if event.nonfinite}
     readers: dict[int, list[Event]] = {index: [] for index in nonfinite}
@@ -89,7 +89,7 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
     origins: list[Origin] = []
     # A constant is the origin only if it reaches a loss, a gradient or a parameter, and there is no other origin.
     for event in sorted(nonfinite.values(), key=lambda each: (each.is_constant, each.index)):
-        if event.kind in ("passed on", "skipped") or (event.is_constant and origins):
+        if event.kind in ("propagated", "skipped") or (event.is_constant and origins):
             continue
         sources: list[Event] = []
         if event.kind == "from inf":
@@ -151,4 +151,4 @@ def _reachable(event: Event, neighbors: Callable[[Event], Iterable[Event]]) -> l
 def _is_constant(event: Event) -> bool:
     """Return whether an inf is a constant, propagated, or a mask in the data."""
     is_mask = event.kind == "arrived" and event.nonfinite == {"-inf"}
-    return is_mask or event.is_constant or event.kind in ("passed on", "from inf")
+    return is_mask or event.is_constant or event.kind in ("propagated", "from inf")

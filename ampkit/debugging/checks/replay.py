@@ -140,6 +140,8 @@ class _Search:
             calls |= {producer.call.index for producer in producers if producer is not None}
             exact = [index for index in exact if index not in found or index == target]
             remaining = _without(remaining, together)
+        if not sources:  # a call ran in float64 with some exact operands, and failed with others
+            return Explanation(), set()
         sources.sort(key=lambda source: -source.share)
         text, is_number = self._text(sources[0])
         return Explanation(tuple(sources), text, is_number=is_number), calls

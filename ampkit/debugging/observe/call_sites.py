@@ -109,7 +109,7 @@ class ModuleCall(NamedTuple):
     """One call of a module: its path from the model, and the number of the call in the step."""
 
     name: str  # the class name for the model itself, and for modules outside it
-    number: int  # from 1; 0 in a recompute, where it is not known
+    number: int  # from 1; 0 in a recompute
 
 
 class _Running(threading.local):

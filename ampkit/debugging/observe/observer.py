@@ -1,7 +1,7 @@
 """Observes every operator and step of a run, and reports them to the checks, with the caller and the state of the step.
 
-An `Observer` is a dispatch mode below autograd, so it sees operators after a region's casts. The region's own mode is
-not affected. Compiled functions run eagerly meanwhile, since their operators could not be seen otherwise.
+An `Observer` is a dispatch mode below autograd, so operators reach it after a region's casts. The region's own mode is
+not affected. Compiled functions run eagerly, since their operators could not be observed otherwise.
 """
 
 from __future__ import annotations

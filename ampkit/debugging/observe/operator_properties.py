@@ -38,7 +38,7 @@ class OperatorProperties:
         self.on_lists = base.startswith(("_foreach_", "_fused_"))
         self.mutable: bool = schema.is_mutable
         self.literal = self.name == "aten::lift_fresh"  # `torch.tensor` of a list calls it
-        # Views read no values, nor do the profiler's operators. `_UNSAFE_VIEWS` are views in effect, not by schema.
+        # Views and the profiler's operators read no values. `_UNSAFE_VIEWS` are views in effect, not by schema.
         self.is_view: bool = (
             (func.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::"))
             and not self.mutable
@@ -97,7 +97,7 @@ def properties_of(func: OpOverload) -> OperatorProperties:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in an argument or a result: the value itself, or those in lists, tuples and dicts."""
+    """Return the tensors in an argument or a result: the value itself, or the items of lists, tuples and dicts."""
     tensors: list[Tensor] = []
     _collect((value,), tensors)
     return tensors

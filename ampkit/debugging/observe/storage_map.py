@@ -16,7 +16,7 @@ T = TypeVar("T")
 class StorageMap(Generic[T]):
     """Values by storage: a tensor, its views and its in-place results share one entry.
 
-    An entry holds its storage by a weak reference, which keeps the address from being reused: a tensor that no observed
+    An entry holds its storage by a weak reference, so that its address is not reused: a tensor that no observed
     operator made (a DataLoader's batch) never finds the entry of an earlier storage. Entries of freed storages are
     removed once the map has doubled since the last removal.
     """

@@ -111,7 +111,7 @@ class Tape:
         self.calls: list[Recorded] = []
         self._saved: deque[tuple[Values, int]] = deque()
         self._bytes = 0
-        self._values: dict[int, Values] = {}  # by storage, the latest; a weak reference keeps a key from being reused
+        self._values: dict[int, Values] = {}  # by storage, the latest; a weak reference prevents the reuse of a key
 
     def clear(self) -> None:
         """Drop all calls: a step has ended."""
@@ -138,10 +138,10 @@ class Tape:
         for tensor in written.values():
             before = self._view(tensor)
             self._save_copy(before, call.before.get(id(tensor)))
-            recorded.writes.append((before, self._new(tensor, recorded, limit)))
+            recorded.writes.append((before, self._view(tensor, recorded, limit)))
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             is_new = not (is_opaque(tensor) or (written and storage_key(tensor) in written))
-            recorded.results.append(self._new(tensor, recorded, limit) if is_new else None)
+            recorded.results.append(self._view(tensor, recorded, limit) if is_new else None)
         if op.uninitialized:
             for view in recorded.outputs:
                 view.values.producer = None  # the writer may not be observed
@@ -158,23 +158,18 @@ class Tape:
             return [self._recorded(item) for item in value]
         return value
 
-    def _view(self, tensor: Tensor) -> View:
+    def _view(self, tensor: Tensor, producer: Recorded | None = None, limit: int = _SMALL) -> View:
+        """Return the view of a tensor; with `producer`, of new values, which are saved if they have `limit` bytes."""
         storage = tensor.untyped_storage()
-        values = self._values.get(storage._cdata)
-        return _view(tensor, self._add(tensor, storage, None, _SMALL) if values is None else values)
-
-    def _new(self, tensor: Tensor, recorded: Recorded, limit: int) -> View:
-        """Return the view of a tensor that a call has written."""
-        return _view(tensor, self._add(tensor, tensor.untyped_storage(), recorded, limit))
-
-    def _add(self, tensor: Tensor, storage: torch.UntypedStorage, producer: Recorded | None, limit: int) -> Values:
-        """Return the new values of a storage, which is saved if it has at most `limit` bytes."""
-        values = self._values[storage._cdata] = Values(tensor, storage, producer)
-        size = values.count * values.dtype.itemsize
-        if size <= limit:
-            values.storage = storage
-            self._count(values, size)
-        return values
+        values = self._values.get(storage._cdata) if producer is None else None
+        if values is None:
+            values = self._values[storage._cdata] = Values(tensor, storage, producer)
+            size = values.count * values.dtype.itemsize
+            if size <= limit:
+                values.storage = storage
+                self._count(values, size)
+        offset, conj, neg = int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg()
+        return View(values, tensor.dtype, tensor.size(), tensor.stride(), offset, conj, neg)
 
     def _save_copy(self, view: View, copy: Tensor | None) -> None:
         """Save the values of a storage that was overwritten, as far as its copy covers the storage."""
@@ -194,11 +189,6 @@ class Tape:
             dropped, size = self._saved.popleft()
             dropped.storage = dropped.copy = None
             self._bytes -= size
-
-
-def _view(tensor: Tensor, values: Values) -> View:
-    conj, neg = tensor.is_conj(), tensor.is_neg()
-    return View(values, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), conj, neg)
 
 
 def _views(value: Any) -> Iterator[View]:
