@@ -144,7 +144,7 @@ def _upcast_by(tensor: Tensor) -> str:
     names: dict[Any, str] = {}
     while pending:
         node = pending.pop(0)
-        names[node] = type(node).__name__.removesuffix("Backward0")
+        names[node] = type(node).__name__.partition("Backward")[0]
         inputs = [(source, index) for source, index in node.next_functions if source is not None]
         activations = [each for each in inputs if type(each[0]).__name__ != "AccumulateGrad"] or inputs
         # A term without a history may be float32, as in a residual stream that begins with frozen embeddings.
