@@ -122,6 +122,8 @@ torch_scaler: TorchScaler = scaler
 scaler.check_ranks()
 for strategy in (ampkit.StaticLossScale(2.0), ampkit.NoOpLossScale()):
     GradScaler("cpu", loss_scale=strategy).load_state_dict(scaler.state_dict())
+guard = ampkit.GradGuard("cpu", on_stuck="raise", skip_above=limit)
+assert_type(guard.backward_and_step(x.sum(), optimizer, max_norm=1.0, accumulate=False), Tensor | None)
 assert_type(optimizer.step(), None)
 assert_type(optimizer.step(lambda: torch.ones(())), Tensor)
 assert_type(optim.SGD(model.parameters(), lr=0.1).step(), None)
