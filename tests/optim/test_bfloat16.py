@@ -88,7 +88,8 @@ def test_gradients_of_another_dtype_than_their_weights(dtype: Any, grad_dtype: A
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(256.0), torch.tensor(0.0)
         optimizer.step()
         torchs.step()
-    ulp = 2.0**-9 if dtype is torch.float16 else 0.0
+    # The fused function steps float32 weights; it rounds an element by its place in a vector of 16.
+    ulp = 2.0**-9 if dtype is torch.float16 else 2.0**-22 if given is REMAINDER and dtype is torch.float32 else 0.0
     torch.testing.assert_close([p.detach() for p in params], [p.detach().to(dtype) for p in wide], rtol=ulp, atol=0)
 
 
