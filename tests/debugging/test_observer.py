@@ -127,3 +127,12 @@ def test_iterations_of_several_optimizers() -> None:
         for _ in range(10):
             one.step_ended(optimizer)
     assert 50 <= one.number <= 60
+
+
+def test_a_torch_without_the_callback_of_compiled_functions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a report of compiled functions would not say that they ran eagerly."""
+    from torch._dynamo import eval_frame
+
+    monkeypatch.delattr(eval_frame, "_callback_from_stance")
+    with pytest.raises(ImportError, match="_callback_from_stance"):
+        Examination().__enter__()

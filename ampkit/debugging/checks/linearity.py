@@ -31,6 +31,7 @@ from ampkit.debugging.observe.operator_facts import tensors_in
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.snapshot import generators
 from ampkit.debugging.torch_private import is_opaque, node_name, node_sequence_number, set_version
+from ampkit.torch_private import local_tensors
 from ampkit.user_code import is_library
 
 _SUBLINEAR = 0.99  # a gradient that grows by less than this share of the factor is clipped or normalized
@@ -268,8 +269,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _norm(value: Any) -> float:
-    value = getattr(value, "_local_tensor", value)  # of a DTensor its shard
-    if not isinstance(value, Tensor) or is_opaque(value) or not value.numel():
+    if not isinstance(value, Tensor):
+        return 0.0
+    (value,) = local_tensors([value])
+    if is_opaque(value) or not value.numel():
         return 0.0
     values = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))

@@ -37,6 +37,7 @@ from ampkit.debugging.torch_private import (
 )
 from ampkit.dispatch.weight_cache import invalidate_casts
 from ampkit.dtypes import dtype_name
+from ampkit.torch_private import loaded
 
 
 class _Thread(threading.local):
@@ -121,9 +122,7 @@ class Observer(ObserverMode):
     def _note_compiled(self, stack: ExitStack) -> None:
         """Note calls of compiled functions: each of them gets its callback from the stance."""
         eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
-        inner = getattr(eval_frame, "_callback_from_stance", None)
-        if inner is None:
-            return
+        inner = loaded("_dynamo.eval_frame", "_callback_from_stance")
 
         def callback_from_stance(callback: Any) -> Any:
             self.compiled |= callable(callback)
