@@ -9,7 +9,10 @@
 | `Sums` | sums, counts and averages that stop growing | `sums` |
 | `StaleCasts` | casts older than their weight | `stale_casts` |
 | `StateInPlace` | float32 state that is rounded in place | `state_in_place` |
-| `Updates` | parameters without a gradient, or whose updates are rounded away | `updates` |
+| `Updates` | parameters whose gradient is 0, or whose updates in 16 bits are rounded away | `updates` |
+| `Unchanged` | steps that change nothing | `unchanged` |
+| `Trained` | gradients that no optimizer uses, and optimizers without gradients | `trained` |
+| `Clipping` | clipping of nothing | `clipping` |
 | `Linearity` | hooks and custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
 | `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
 
@@ -19,6 +22,7 @@ check, write a subclass of `Check` and add it to the list; to remove one, delete
 """
 
 from ampkit.debugging.checks.check import Check
+from ampkit.debugging.checks.clipping import Clipping
 from ampkit.debugging.checks.integers import Integers
 from ampkit.debugging.checks.linearity import Linearity
 from ampkit.debugging.checks.loop_order import LoopOrder
@@ -27,6 +31,8 @@ from ampkit.debugging.checks.precision import Precision
 from ampkit.debugging.checks.stale_casts import StaleCasts
 from ampkit.debugging.checks.state_in_place import StateInPlace
 from ampkit.debugging.checks.sums import Sums
+from ampkit.debugging.checks.trained import Trained
+from ampkit.debugging.checks.unchanged import Unchanged
 from ampkit.debugging.checks.updates import Updates
 from ampkit.debugging.checks.zeros import Zeros
 
@@ -39,6 +45,9 @@ CHECKS: tuple[type[Check], ...] = (
     StaleCasts,
     StateInPlace,
     Updates,
+    Unchanged,
+    Trained,
+    Clipping,
     Linearity,
     Precision,
 )

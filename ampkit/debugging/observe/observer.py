@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -183,6 +183,11 @@ class Observer(ObserverMode):
                 if named.grad is not None and not is_opaque(named.grad) and storage_key(named.grad) == key:
                     return f"{name}.grad"
         return ""
+
+    def names_of(self, tensors: Collection[Tensor]) -> str:
+        """Return the names of the first three parameters, or dtype and shape without a name, and how many follow."""
+        names = [self.name_of(t) or f"{dtype_name(t.dtype)}{list(t.shape)}" for t in [*tensors][:3]]
+        return ", ".join(names) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
 
     def state_name(self, tensor: Tensor) -> tuple[str, str]:
         """Return the owner of a tensor and its name: the state of an optimizer, a parameter or buffer, or neither."""

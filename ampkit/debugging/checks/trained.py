@@ -1,0 +1,285 @@
+"""Tensors that receive gradients and that no optimizer holds, and optimizers whose parameters receive none.
+
+Not reported: frozen parameters, modules in evaluation mode, inputs that need gradients, and tensors that the loop
+updates itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from ampkit.debugging.checks.check import Add, Check
+from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
+from ampkit.debugging.observe.autograd_graph import leaves_from
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call_sites import Caller
+from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.storage_map import StorageMap
+from ampkit.debugging.observe.training_loop import calling_place
+from ampkit.debugging.torch_private import is_opaque
+
+_MIN_STEPS = 3  # steps, and backward passes that reach a leaf, before a finding
+_MIN_UNUSED = 10  # backward passes whose gradients no step has used
+
+
+class _Made(NamedTuple):
+    """The operator that made a storage."""
+
+    time: float
+    caller: Caller
+    in_module: bool  # a module's forward called it
+
+    @property
+    def place(self) -> Place:
+        """Its line."""
+        return Place(*self.caller.line())
+
+
+class _Leaf:
+    """A tensor in which backward accumulates gradients."""
+
+    def __init__(self, made: _Made | None) -> None:
+        self.made = made
+        self.times = 0  # backward passes
+        self.fresh = 0  # of these, the ones before which it had no gradient
+        self.holder: Optimizer | None = None
+        self.trained = False  # an optimizer that holds it has stepped, or its values have changed
+        self.start: Tensor | None = None  # its values in the second backward, unless it is trained
+        self.tensor: Tensor | None = None  # the tensor itself, unless it is trained
+
+    def note(self, tensor: Tensor, fresh: bool) -> None:
+        """Note a gradient."""
+        self.times += 1
+        self.fresh += fresh
+        if self.start is None:
+            if self.times > 1:
+                self.start, self.tensor = tensor.detach().clone(), tensor
+        elif not torch.equal(self.start, tensor.detach()):
+            self.end()
+
+    def end(self) -> None:
+        """Note that it is trained."""
+        self.trained, self.start, self.tensor = True, None, None
+
+
+class Trained(Check):
+    """Compares the leaves of each backward with the parameters of all optimizers."""
+
+    name = "trained"
+
+    def __init__(self, run: Observer, add: Add) -> None:
+        super().__init__(run, add)
+        self._made: StorageMap[_Made] = StorageMap()
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], _Leaf]] = {}  # by identity
+        self._made_anew: dict[Caller, tuple[str, set[int]]] = {}  # parameters that a forward makes, and in which steps
+        self._steps: dict[Optimizer, int] = {}
+        self._without: dict[Optimizer, list[Tensor]] = {}  # parameters that never had a gradient
+        self._start: dict[Optimizer, Tensor] = {}  # the values of its first parameter
+        self._places: dict[Optimizer, Place] = {}
+        self._higher = False  # a derivative is differentiated
+
+    def operator_ran(self, call: Call) -> None:
+        if call.phase == "backward":
+            self._higher = self._higher or torch.is_grad_enabled()
+        elif call.phase == "forward" and not call.facts.mutable and call.outputs and not _is_differentiated(call):
+            self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))
+
+    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        roots = [tensors] if isinstance(tensors, Tensor) else tensors
+        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
+        if inputs is None:
+            inputs = leaves_from(root.grad_fn for root in roots if isinstance(root, Tensor))
+        leaves = [inputs] if isinstance(inputs, Tensor) else [*inputs]
+        fresh = [tensor.grad is None for tensor in leaves]
+        yield
+        new: list[tuple[Tensor, _Leaf]] = []
+        for tensor, is_fresh in zip(leaves, fresh, strict=True):
+            if type(tensor) in (Tensor, Parameter) and not is_opaque(tensor) and tensor.grad is not None:
+                leaf = self._leaf_of(tensor)
+                if not leaf.trained:
+                    leaf.note(tensor, is_fresh)
+                    new += [(tensor, leaf)] * (leaf.holder is None)
+        if new:
+            holders = {id(p): o for o in (*self.run.loop.optimizers, *self.run.loop.made) for p in _parameters(o)}
+            for tensor, leaf in new:
+                leaf.holder = holders.get(id(tensor))
+
+    def _leaf_of(self, tensor: Tensor) -> _Leaf:
+        reference, leaf = self._leaves.get(id(tensor), (None, None))
+        if leaf is None or reference is None or reference() is not tensor:
+            leaf = _Leaf(self._made.get(tensor))
+            forget = functools.partial(lambda key, _: self._leaves.pop(key, None), id(tensor))
+            self._leaves[id(tensor)] = weakref.ref(tensor, forget), leaf
+            if leaf.made is not None and leaf.made.in_module and isinstance(tensor, Parameter):
+                _, steps = self._made_anew.setdefault(leaf.made.caller, (self.run.names_of([tensor]), set()))
+                steps.add(self.run.step)
+        return leaf
+
+    def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._places[optimizer] = self.run.loop.made.get(optimizer, (0.0, calling_place()))[1]
+        for p in _parameters(optimizer):
+            _, leaf = self._leaves.get(id(p), (None, None))
+            if leaf is not None and not leaf.trained:
+                leaf.end()
+        if optimizer not in self._without:
+            parameters = self._without[optimizer] = [p for p in _parameters(optimizer) if p.requires_grad]
+            if parameters:
+                self._start[optimizer] = parameters[0].detach().clone()
+        self._note_gradients(optimizer)
+
+    def step_ended(self, optimizer: Optimizer | None, *, complete: bool = True) -> None:
+        if optimizer is not None:
+            self._note_gradients(optimizer)  # those that a closure made
+
+    def _note_gradients(self, optimizer: Optimizer) -> None:
+        self._without[optimizer] = [p for p in self._without.get(optimizer, ()) if p.grad is None]
+
+    # --- findings
+
+    def ended(self) -> None:
+        leaves = [leaf for _, leaf in self._leaves.values() if leaf.tensor is not None]
+        self._add_unused([leaf for leaf in leaves if leaf.holder is not None and leaf.fresh >= _MIN_UNUSED])
+        if max(self._steps.values(), default=0) < _MIN_STEPS:
+            return
+        for caller, (name, steps) in self._made_anew.items():
+            if len(steps) >= _MIN_STEPS:
+                what = f"a parameter, {name}, is made in each forward, so no optimizer holds it"
+                fix = "make it in __init__, before the optimizer"
+                self._add("error", Cause("made in forward"), what, Place(*caller.line()), fix)
+        lost = self._lost([leaf for leaf in leaves if leaf.holder is None and leaf.times >= _MIN_STEPS])
+        for (kind, place), tensors in lost.items():
+            self._add_lost(kind, place, tensors)
+        missing: dict[Place, list[Tensor]] = {}
+        for optimizer, steps in self._steps.items():
+            without, place = self._without[optimizer], self._places[optimizer]
+            if steps < _MIN_STEPS or not without:
+                continue
+            start = self._start[optimizer]
+            if len(without) < sum(p.requires_grad for p in _parameters(optimizer)):
+                if not any(kind == "made later" for kind, _ in lost):
+                    missing.setdefault(place, []).extend(without)
+            elif not lost and torch.equal(start, without[0].detach()):
+                names = self.run.names_of(without)
+                what = f"no parameter of the optimizer has a gradient in its {steps} steps: {names}"
+                fix = "give the optimizer the parameters of the model that computes the loss"
+                self._add("error", Cause("no gradients"), what, place, fix)
+        for place, tensors in missing.items():
+            self._add("note", Cause("no gradient"), f"the gradient of {self.run.names_of(tensors)} is missing", place)
+
+    def _add(self, grade: Grade, cause: Cause, what: str, place: Place, fix: str = "") -> None:
+        last = self.run.step - 1
+        self.add(Finding(grade=grade, check=self.name, cause=cause, what=what, place=place, fix=Fix(fix), last=last))
+
+    def _add_unused(self, leaves: list[_Leaf]) -> None:
+        """Add optimizers that never step, although their parameters have new gradients in each backward."""
+        counts: dict[Optimizer, int] = {}
+        for leaf in leaves if not self.run.loop.n_skipped_steps else ():
+            if leaf.holder is not None:
+                counts[leaf.holder] = max(leaf.times, counts.get(leaf.holder, 0))
+        for optimizer, count in counts.items():
+            what = f"the optimizer never steps: {count} backward passes compute gradients of its parameters"
+            place = self.run.loop.made.get(optimizer, (0.0, Place()))[1]
+            self._add("error", Cause("no step"), what, place, "optimizer.step() after backward")
+
+    def _lost(self, leaves: list[_Leaf]) -> dict[tuple[str, Place], list[Tensor]]:
+        """Return the leaves that an optimizer should hold, by the reason for which none does and by the line."""
+        lost: dict[tuple[str, Place], list[Tensor]] = {}
+        # Of optimizers that were made before the run, some may not have stepped yet.
+        everything = gc.get_objects() if leaves else []
+        held = [p for each in everything if issubclass(type(each), Optimizer) for p in _parameters(each)]
+        if any(type(p) not in (Tensor, Parameter) for p in held):
+            return lost  # sharded: backward accumulates in other tensors than the optimizer's
+        latest = max((when for when, _ in self.run.loop.made.values()), default=math.inf)
+        optimizer = max(self._steps, key=self._steps.__getitem__)
+        for leaf in sorted(leaves, key=lambda leaf: 0.0 if leaf.made is None else leaf.made.time):
+            tensor, place = leaf.tensor, self._places[optimizer]
+            if tensor is None or any(tensor is p for p in held):
+                continue
+            owner = self._owner_of(tensor)
+            if owner is not None and not owner.training:
+                continue  # as a network that computes a loss
+            kind = "not held"
+            if owner is None and self._path_to(tensor):
+                kind = "hidden"
+            elif owner is None and not isinstance(tensor, Parameter):
+                continue  # an input
+            elif leaf.made is not None and leaf.made.time > latest:
+                kind = "made later"
+            if kind != "not held" and leaf.made is not None:
+                place = leaf.made.place
+            if kind != "hidden" or isinstance(tensor, Parameter) or not self._higher:
+                lost.setdefault((kind, place), []).append(tensor)
+        return lost
+
+    def _add_lost(self, kind: str, place: Place, tensors: list[Tensor]) -> None:
+        names = self.run.names_of(tensors)
+        grade: Grade = "error"
+        why = "the optimizer is made without them"
+        fix = "pass them to the optimizer, or requires_grad_(False) for parameters that are to stay as they are"
+        if kind == "hidden":
+            names = ", ".join(self._path_to(tensor) for tensor in tensors[:3])
+            names += f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+            why = "model.parameters() does not return them: they are in a list, a dict or a plain attribute"
+            fix = "nn.ModuleList, nn.ModuleDict, nn.ParameterList, or nn.Parameter"
+        elif kind == "made later":
+            without = sum(map(len, self._without.values()))
+            why = "they are made after the optimizer"
+            why += f", which holds {without} others that have no gradient" if without else ""
+            fix = "make the optimizer after the last change of the model"
+        elif self._is_part(tensors[0]):
+            grade = "note"
+        what = f"backward computes gradients of {names}, and no optimizer uses them"
+        self._add(grade, Cause(kind, why), what, place, fix)
+
+    def _is_part(self, tensor: Tensor) -> bool:
+        """Return whether the optimizers hold one submodule of a model, as if on purpose."""
+        held = {id(p) for optimizer in self._steps for p in _parameters(optimizer)}
+        for root in self.run.modules.roots():
+            parameters = {id(p) for p in root.parameters()}
+            if id(tensor) in parameters and held & parameters:
+                return any({id(p) for p in module.parameters()} == held & parameters for module in root.modules())
+        return False
+
+    def _owner_of(self, tensor: Tensor) -> Module | None:
+        modules = (module for root in self.run.modules.roots() for module in root.modules())
+        return next((each for each in modules if any(tensor is p for p in each.parameters(recurse=False))), None)
+
+    def _path_to(self, tensor: Tensor) -> str:
+        """Return where the modules hold a tensor that `parameters` does not return; "" if they do not."""
+        pending: list[tuple[str, Any]] = [(type(root).__name__, root) for root in self.run.modules.roots()]
+        seen: set[int] = set()
+        while pending:
+            path, value = pending.pop()
+            if value is tensor:
+                return path
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Module):
+                named = (*vars(value).items(), *value.named_children(), *value.named_parameters(recurse=False))
+                pending += [(f"{path}.{name}", each) for name, each in named]
+            elif isinstance(value, dict):
+                pending += [(f"{path}[{key!r}]", each) for key, each in value.items()]
+            elif isinstance(value, (list, tuple)):
+                pending += [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+        return ""
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_differentiated(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
