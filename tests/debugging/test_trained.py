@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -96,8 +95,8 @@ class Idle(SGD):
 
 def replaced() -> None:
     model = mlp(4, 4, 4)
-    optimizer = SGD(model.parameters(), 0.1)
-    model[2] = nn.Linear(4, 4)  # replaced
+    optimizer = SGD(model.parameters(), 0.1)  # replaced
+    model[2] = nn.Linear(4, 4)
     train(model, optimizer)
 
 
@@ -119,6 +118,25 @@ def hidden(tensor: bool) -> None:
 
 def in_forward() -> None:
     model = InForward()
+    train(model, SGD(model.parameters(), 0.1))
+
+
+class Cut(nn.Module):
+    def __init__(self, data: bool) -> None:
+        super().__init__()
+        self.layers, self.data = mlp(4, 4, 4), data
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, _, last = self.layers
+        if self.data:
+            return last(nn.functional.linear(x, first.weight.data, first.bias.data))  # data
+        with torch.no_grad():  # no grad
+            x = first(x)
+        return last(x)
+
+
+def without_autograd(data: bool) -> None:
+    model = Cut(data)
     train(model, SGD(model.parameters(), 0.1))
 
 
@@ -172,7 +190,7 @@ def not_written() -> None:
 def clips(norm: bool, exhausted: bool) -> None:
     model = mlp(4, 4)
     parameters: Any = model.parameters() if exhausted else mlp(4, 4).parameters
-    clip = functools.partial(clip_grad_norm_ if norm else clip_grad_value_, foreach=None)
+    clip = nn.utils.clip_grad_norm_ if norm else nn.utils.clip_grad_value_
     with pytest.warns(UserWarning, match="empty generator") if norm and exhausted else nullcontext():
         train(
             model,
@@ -199,6 +217,8 @@ FAULTS: dict[str, tuple[Program, str, str]] = {
     "hidden layer": (lambda: hidden(False), "error hidden", "Hidden.layers['a'][0].weight, Hidden.layers['a'][0].bias"),
     "hidden tensor": (lambda: hidden(True), "error hidden", "Hidden.scale"),
     "in forward": (in_forward, "error made in forward", "a parameter, float32[4, 4], is made in each forward"),
+    "no grad": (lambda: without_autograd(False), "error no autograd", "of layers.0.weight, layers.0.bias is missing"),
+    "data": (lambda: without_autograd(True), "error no autograd", "of layers.0.weight, layers.0.bias is missing"),
     "without gradients": (without_gradients, "error no gradients", "float32[3, 4], float32[3]"),
     "unused layers": (unused_layers, "note no gradient", "float32[3, 4], float32[3], float32[3, 4] and 1 more"),
     "never steps": (never_steps, "error no step", "never steps: 12 backward passes"),

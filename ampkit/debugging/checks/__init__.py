@@ -13,6 +13,7 @@
 | `Unchanged` | steps that change nothing | `unchanged` |
 | `Trained` | gradients that no optimizer uses, and optimizers without gradients | `trained` |
 | `Clipping` | clipping of nothing | `clipping` |
+| `Replicas` | replicated parameters that differ on several ranks | `replicas` |
 | `Linearity` | hooks and custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
 | `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
 
@@ -28,6 +29,7 @@ from ampkit.debugging.checks.linearity import Linearity
 from ampkit.debugging.checks.loop_order import LoopOrder
 from ampkit.debugging.checks.nonfinite import NonFinite
 from ampkit.debugging.checks.precision import Precision
+from ampkit.debugging.checks.replicas import Replicas
 from ampkit.debugging.checks.stale_casts import StaleCasts
 from ampkit.debugging.checks.state_in_place import StateInPlace
 from ampkit.debugging.checks.sums import Sums
@@ -48,6 +50,7 @@ CHECKS: tuple[type[Check], ...] = (
     Unchanged,
     Trained,
     Clipping,
+    Replicas,
     Linearity,
     Precision,
 )

@@ -12,6 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from ampkit.debugging.observe.call_sites import Caller
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
-from ampkit.debugging.torch_private import is_opaque
+from ampkit.debugging.torch_private import is_opaque, storage_key
 
 _MIN_STEPS = 3  # steps, and backward passes that reach a leaf, before a finding
 _MIN_UNUSED = 10  # backward passes whose gradients no step has used
@@ -88,12 +89,43 @@ class Trained(Check):
         self._start: dict[Optimizer, Tensor] = {}  # the values of its first parameter
         self._places: dict[Optimizer, Place] = {}
         self._higher = False  # a derivative is differentiated
+        self._missing: dict[int, Tensor] = {}  # by storage: those of `_without` that no operator uses with autograd
+        self._cut: dict[Tensor, tuple[Place, set[int]]] = {}  # where a module uses these without, and in which steps
+        self._no_grad = Place()  # where `torch.no_grad` was entered last
+
+    def opened(self, stack: ExitStack) -> None:
+        for cls in (torch.no_grad, torch.inference_mode):
+            stack.callback(setattr, cls, "__enter__", cls.__enter__)
+            cls.__enter__ = self._noting(cls.__enter__)  # type: ignore[method-assign]
+
+    def _noting(self, enter: Any) -> Any:
+        @functools.wraps(enter)
+        def noted(region: Any) -> Any:
+            self._no_grad = calling_place()
+            return enter(region)
+
+        return noted
 
     def operator_ran(self, call: Call) -> None:
         if call.phase == "backward":
             self._higher = self._higher or torch.is_grad_enabled()
-        elif call.phase == "forward" and not call.facts.mutable and call.outputs and not _is_differentiated(call):
-            self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))
+        elif call.phase == "forward":
+            is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+            if not call.facts.mutable and call.outputs and not is_differentiated:
+                self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))
+            if self._missing and call.module is not None:
+                self._note_use(call)
+
+    def _note_use(self, call: Call) -> None:
+        """Note a module's use of a parameter that has no gradients, with autograd or without."""
+        for tensor in call.tensors:
+            parameter = None if is_opaque(tensor) else self._missing.get(storage_key(tensor))
+            if parameter is not None and torch.is_grad_enabled() and tensor.requires_grad:
+                self._missing.pop(storage_key(tensor))
+                self._cut.pop(parameter, None)
+            elif parameter is not None:
+                place = self.run.place(call) if torch.is_grad_enabled() else self._no_grad
+                self._cut.setdefault(parameter, (place, set()))[1].add(self.run.step)
 
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -144,7 +176,9 @@ class Trained(Check):
             self._note_gradients(optimizer)  # those that a closure made
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
-        self._without[optimizer] = [p for p in self._without.get(optimizer, ()) if p.grad is None]
+        without = self._without[optimizer] = [p for p in self._without.get(optimizer, ()) if p.grad is None]
+        if self._steps[optimizer] == 1:
+            self._missing |= {storage_key(p): p for p in without if not is_opaque(p)}
 
     # --- findings
 
@@ -162,8 +196,14 @@ class Trained(Check):
         for (kind, place), tensors in lost.items():
             self._add_lost(kind, place, tensors)
         missing: dict[Place, list[Tensor]] = {}
+        cut: dict[Place, list[Tensor]] = {}
         for optimizer, steps in self._steps.items():
             without, place = self._without[optimizer], self._places[optimizer]
+            for p in without:
+                line, used = self._cut.get(p, (place, set()))
+                if len(used) >= max(_MIN_STEPS - 1, steps // 2):
+                    cut.setdefault(line, []).append(p)
+            without = [p for p in without if not any(p is each for tensors in cut.values() for each in tensors)]
             if steps < _MIN_STEPS or not without:
                 continue
             start = self._start[optimizer]
@@ -175,6 +215,11 @@ class Trained(Check):
                 what = f"no parameter of the optimizer has a gradient in its {steps} steps: {names}"
                 fix = "give the optimizer the parameters of the model that computes the loss"
                 self._add("error", Cause("no gradients"), what, place, fix)
+        for place, tensors in cut.items():
+            what = f"the gradient of {self.run.names_of(tensors)} is missing, although an optimizer holds them"
+            why = "their modules compute without autograd: torch.no_grad, torch.inference_mode, .data or .detach()"
+            fix = "compute with autograd, or requires_grad_(False) for parameters that are to stay as they are"
+            self._add("error", Cause("no autograd", why), what, place, fix)
         for place, tensors in missing.items():
             self._add("note", Cause("no gradient"), f"the gradient of {self.run.names_of(tensors)} is missing", place)
 
@@ -217,7 +262,7 @@ class Trained(Check):
                 continue  # an input
             elif leaf.made is not None and leaf.made.time > latest:
                 kind = "made later"
-            if kind != "not held" and leaf.made is not None:
+            if kind == "hidden" and leaf.made is not None:
                 place = leaf.made.place
             if kind != "hidden" or isinstance(tensor, Parameter) or not self._higher:
                 lost.setdefault((kind, place), []).append(tensor)
@@ -234,9 +279,10 @@ class Trained(Check):
             why = "model.parameters() does not return them: they are in a list, a dict or a plain attribute"
             fix = "nn.ModuleList, nn.ModuleDict, nn.ParameterList, or nn.Parameter"
         elif kind == "made later":
+            made = self._made.get(tensors[0])
+            why = "they are made after the optimizer" + (f", at {made.place}" if made is not None else "")
             without = sum(map(len, self._without.values()))
-            why = "they are made after the optimizer"
-            why += f", which holds {without} others that have no gradient" if without else ""
+            why += f"; it holds {without} parameters without a gradient" if without else ""
             fix = "make the optimizer after the last change of the model"
         elif self._is_part(tensors[0]):
             grade = "note"
@@ -279,7 +325,3 @@ class Trained(Check):
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _is_differentiated(call: Call) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
