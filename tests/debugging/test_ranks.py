@@ -55,7 +55,7 @@ def replicas(rank: int, world: int, program: str) -> list[tuple[str, str, int]]:
             for p in model.parameters() if "averaged" in program and step < 6 else ():
                 dist.all_reduce(p.grad)
             if "written" in program and step == 3 and rank == 0:
-                model[0].weight.data[0, 0] += 1e-6
+                next(model.parameters()).data[0, 0] += 1e-6
             optimizer.step()
     dist.barrier()  # the store belongs to rank 0
     with Examination(wrapped, checks=[Replicas]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +97,7 @@ def replaced() -> None:
     optimizer = SGD(model.parameters(), 0.1)  # replaced
     model[2] = nn.Linear(4, 4)
     train(model, optimizer)
+    model.eval()
 
 
 def copied() -> None:
@@ -127,7 +127,8 @@ class Cut(nn.Module):
         self.layers, self.data = mlp(4, 4, 4), data
 
     def forward(self, x: Tensor) -> Tensor:
-        first, _, last = self.layers
+        first: Any = self.layers[0]
+        last = self.layers[2]
         if self.data:
             return last(nn.functional.linear(x, first.weight.data, first.bias.data))  # data
         with torch.no_grad():  # no grad
@@ -187,16 +188,28 @@ def not_written() -> None:
     train(model, Idle(model.parameters(), 0.1))  # not written
 
 
-def clips(norm: bool, exhausted: bool) -> None:
+def exhausted() -> None:
     model = mlp(4, 4)
-    parameters: Any = model.parameters() if exhausted else mlp(4, 4).parameters
-    clip = nn.utils.clip_grad_norm_ if norm else nn.utils.clip_grad_value_
-    with pytest.warns(UserWarning, match="empty generator") if norm and exhausted else nullcontext():
-        train(
-            model,
-            SGD(model.parameters(), 0.1),
-            clip=lambda: clip(parameters if exhausted else parameters(), 1.0),  # clips
-        )
+    parameters = model.parameters()
+    with pytest.warns(UserWarning, match="empty generator"):
+        train(model, SGD(model.parameters(), 0.1), clip=lambda: clip_grad_norm_(parameters, 1.0))  # exhausted
+
+
+def read_twice() -> None:
+    """As `clip_grad_norm_` of torchtitan: the norm is computed, and then nothing is clipped."""
+    model = mlp(4, 4)
+
+    def clip() -> None:
+        parameters = model.parameters()
+        norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+        nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)  # read twice
+
+    train(model, SGD(model.parameters(), 0.1), clip=clip)
+
+
+def clips_another() -> None:
+    model, other = mlp(4, 4), mlp(4, 4)
+    train(model, SGD(model.parameters(), 0.1), clip=lambda: clip_grad_norm_(other.parameters(), 1.0))  # another
 
 
 def clips_by_scaler() -> None:
@@ -205,7 +218,7 @@ def clips_by_scaler() -> None:
     for _ in range(8):
         optimizer.zero_grad()
         scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
-        scaler.clip_grad_norm_(other, 1.0)  # clips another
+        scaler.clip_grad_norm_(other, 1.0)  # scaler
         scaler.step(optimizer)
         scaler.update()
 
@@ -227,8 +240,10 @@ FAULTS: dict[str, tuple[Program, str, str]] = {
     "scheduled zero": (scheduled_zero, "error learning rate 0", "in the last 8 steps"),
     "scheduled small": (scheduled_small, "error update rounded away", "do not change 0.weight, 0.bias"),
     "not written": (not_written, "error not written", "last 12 steps do not change 0.weight, 0.bias"),
-    "clips": (lambda: clips(True, exhausted=True), "error empty", "the last 11 calls clip nothing"),
-    "clips another": (clips_by_scaler, "error no gradients", "the last 8 calls clip nothing"),
+    "exhausted": (exhausted, "error empty", "the last 11 calls clip nothing"),
+    "read twice": (read_twice, "error empty", "the last 12 calls clip nothing"),
+    "another": (clips_another, "error no gradients", "the last 12 calls clip nothing"),
+    "scaler": (clips_by_scaler, "error no gradients", "the last 8 calls clip nothing"),
 }
 
 
@@ -239,12 +254,6 @@ def test_a_fault_is_found_with_its_line(name: str) -> None:
     assert (f"{first.grade} {first.kind}", first.place.line) == (kind, line_of(name))
     assert text in first.what
     assert others == []
-
-
-@pytest.mark.parametrize(("norm", "exhausted", "kind"), [(True, False, "no gradients"), (False, True, "empty")])
-def test_clipping_of_nothing(norm: bool, exhausted: bool, kind: str) -> None:
-    (only,) = found(lambda: clips(norm, exhausted))
-    assert (only.grade, only.kind, only.place.line) == ("error", kind, line_of("clips"))
 
 
 # --- healthy programs
@@ -325,6 +334,46 @@ def perceptual() -> None:
     train(lambda x: judge(model(x))[:, :1], SGD(model.parameters(), 0.1))
 
 
+class Average(nn.Module):
+    """As in self-supervised learning: a part of the model is an average of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.average = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                p.lerp_(q, 0.1)
+            target = self.average(x)
+        return self.model(x) - target
+
+
+def average() -> None:
+    model = Average()
+    train(model, SGD(model.parameters(), 0.1))
+
+
+class Adapted(nn.Module):
+    """As in test-time training: the forward trains parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fast = nn.Parameter(torch.ones(4))
+        optimizer = SGD([fast], 0.1)
+        (x * fast).square().mean().backward()
+        optimizer.step()
+        return self.first(x * fast)
+
+
+def adapted() -> None:
+    model = Adapted()
+    train(model, SGD(model.parameters(), 0.1))
+
+
 def evaluated() -> None:
     model = mlp(4, 4)
     for _ in range(12):
@@ -338,6 +387,7 @@ def by_hand() -> None:
 
     def update() -> None:
         for tensor in (noise, scale):
+            assert tensor.grad is not None
             tensor.data -= 0.1 * tensor.grad
             tensor.grad = None
 
@@ -391,9 +441,9 @@ def lbfgs() -> None:
 
 def skipped() -> None:
     """A scaler skips the steps, on the device too."""
-    for options in ({}, {"fused": True}):
+    for fused in (False, True):
         model, scaler = mlp(4, 4), torch.amp.GradScaler("cpu", init_scale=2.0**100)
-        optimizer = Adam(model.parameters(), **options)
+        optimizer = Adam(model.parameters(), fused=fused)
         for _ in range(6):
             optimizer.zero_grad()
             with autocast("cpu", dtype=torch.float16):
@@ -465,6 +515,8 @@ HEALTHY: list[Program] = [
     collocation,
     penalty,
     perceptual,
+    average,
+    adapted,
     evaluated,
     by_hand,
     unused_module,

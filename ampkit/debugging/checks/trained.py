@@ -55,6 +55,7 @@ class _Leaf:
         self.times = 0  # backward passes
         self.fresh = 0  # of these, the ones before which it had no gradient
         self.holder: Optimizer | None = None
+        self.owner: Module | None = None
         self.trained = False  # an optimizer that holds it has stepped, or its values have changed
         self.start: Tensor | None = None  # its values in the second backward, unless it is trained
         self.tensor: Tensor | None = None  # the tensor itself, unless it is trained
@@ -90,7 +91,8 @@ class Trained(Check):
         self._places: dict[Optimizer, Place] = {}
         self._higher = False  # a derivative is differentiated
         self._missing: dict[int, Tensor] = {}  # by storage: those of `_without` that no operator uses with autograd
-        self._cut: dict[Tensor, tuple[Place, set[int]]] = {}  # where a module uses these without, and in which steps
+        self._cut: dict[Tensor, tuple[Place, set[int], Tensor]] = {}  # where, in which steps and with which values a
+        # module uses one of these without autograd
         self._no_grad = Place()  # where `torch.no_grad` was entered last
 
     def opened(self, stack: ExitStack) -> None:
@@ -125,7 +127,9 @@ class Trained(Check):
                 self._cut.pop(parameter, None)
             elif parameter is not None:
                 place = self.run.place(call) if torch.is_grad_enabled() else self._no_grad
-                self._cut.setdefault(parameter, (place, set()))[1].add(self.run.step)
+                if parameter not in self._cut:
+                    self._cut[parameter] = place, set(), parameter.detach().clone()
+                self._cut[parameter][1].add(self.run.step)
 
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -146,6 +150,20 @@ class Trained(Check):
             holders = {id(p): o for o in (*self.run.loop.optimizers, *self.run.loop.made) for p in _parameters(o)}
             for tensor, leaf in new:
                 leaf.holder = holders.get(id(tensor))
+                if leaf.holder is None:
+                    self._note_lost(tensor, leaf)
+
+    def _note_lost(self, tensor: Tensor, leaf: _Leaf) -> None:
+        """Note a leaf that no optimizer holds."""
+        if leaf.times == 1 and isinstance(tensor, Parameter) and leaf.made is not None and leaf.made.in_module:
+            _, steps = self._made_anew.setdefault(leaf.made.caller, (self.run.names_of([tensor]), set()))
+            steps.add(self.run.step)
+        if leaf.times == _MIN_STEPS:
+            modules = (module for root in self.run.modules.roots() for module in root.modules())
+            owners = (each for each in modules if any(tensor is p for p in each.parameters(recurse=False)))
+            leaf.owner = next(owners, None)
+            if leaf.owner is not None and not leaf.owner.training:
+                leaf.end()  # as a network that computes a loss
 
     def _leaf_of(self, tensor: Tensor) -> _Leaf:
         reference, leaf = self._leaves.get(id(tensor), (None, None))
@@ -153,9 +171,6 @@ class Trained(Check):
             leaf = _Leaf(self._made.get(tensor))
             forget = functools.partial(lambda key, _: self._leaves.pop(key, None), id(tensor))
             self._leaves[id(tensor)] = weakref.ref(tensor, forget), leaf
-            if leaf.made is not None and leaf.made.in_module and isinstance(tensor, Parameter):
-                _, steps = self._made_anew.setdefault(leaf.made.caller, (self.run.names_of([tensor]), set()))
-                steps.add(self.run.step)
         return leaf
 
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
@@ -199,19 +214,22 @@ class Trained(Check):
         cut: dict[Place, list[Tensor]] = {}
         for optimizer, steps in self._steps.items():
             without, place = self._without[optimizer], self._places[optimizer]
-            for p in without:
-                line, used = self._cut.get(p, (place, set()))
+            unused = []
+            for p in without if steps >= _MIN_STEPS else ():
+                line, used, values = self._cut.get(p, (place, set(), p))
+                if not torch.equal(values, p.detach()):
+                    continue  # as of an average of another model
                 if len(used) >= max(_MIN_STEPS - 1, steps // 2):
                     cut.setdefault(line, []).append(p)
-            without = [p for p in without if not any(p is each for tensors in cut.values() for each in tensors)]
-            if steps < _MIN_STEPS or not without:
+                else:
+                    unused.append(p)
+            if not unused:
                 continue
-            start = self._start[optimizer]
             if len(without) < sum(p.requires_grad for p in _parameters(optimizer)):
                 if not any(kind == "made later" for kind, _ in lost):
-                    missing.setdefault(place, []).extend(without)
-            elif not lost and torch.equal(start, without[0].detach()):
-                names = self.run.names_of(without)
+                    missing.setdefault(place, []).extend(unused)
+            elif not lost and torch.equal(self._start[optimizer], without[0].detach()):
+                names = self.run.names_of(unused)
                 what = f"no parameter of the optimizer has a gradient in its {steps} steps: {names}"
                 fix = "give the optimizer the parameters of the model that computes the loss"
                 self._add("error", Cause("no gradients"), what, place, fix)
@@ -252,19 +270,13 @@ class Trained(Check):
             tensor, place = leaf.tensor, self._places[optimizer]
             if tensor is None or any(tensor is p for p in held):
                 continue
-            owner = self._owner_of(tensor)
-            if owner is not None and not owner.training:
-                continue  # as a network that computes a loss
             kind = "not held"
-            if owner is None and self._path_to(tensor):
-                kind = "hidden"
-            elif owner is None and not isinstance(tensor, Parameter):
-                continue  # an input
+            if leaf.owner is None and self._path_to(tensor):
+                kind, place = "hidden", place if leaf.made is None else leaf.made.place
             elif leaf.made is not None and leaf.made.time > latest:
                 kind = "made later"
-            if kind == "hidden" and leaf.made is not None:
-                place = leaf.made.place
-            if kind != "hidden" or isinstance(tensor, Parameter) or not self._higher:
+            # Another tensor that is not a parameter is an input, and so is one by which a loss is differentiated.
+            if isinstance(tensor, Parameter) or (kind == "hidden" and not self._higher):
                 lost.setdefault((kind, place), []).append(tensor)
         return lost
 
@@ -297,10 +309,6 @@ class Trained(Check):
             if id(tensor) in parameters and held & parameters:
                 return any({id(p) for p in module.parameters()} == held & parameters for module in root.modules())
         return False
-
-    def _owner_of(self, tensor: Tensor) -> Module | None:
-        modules = (module for root in self.run.modules.roots() for module in root.modules())
-        return next((each for each in modules if any(tensor is p for p in each.parameters(recurse=False))), None)
 
     def _path_to(self, tensor: Tensor) -> str:
         """Return where the modules hold a tensor that `parameters` does not return; "" if they do not."""

@@ -60,7 +60,7 @@ class Unchanged(Check):
         self._stopped: dict[Optimizer, int] = {}  # steps with a learning rate of 0 since the last with another
 
     def scheduler_step(self, scheduler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer: Any = getattr(scheduler, "optimizer", None)
         before = _rates(optimizer)
         yield
         if _rates(optimizer) != before:
@@ -89,7 +89,7 @@ class Unchanged(Check):
                 unchanged.append(p)
             else:
                 state.changed, state.written, state.steps = True, False, 0
-        gradients = [p.grad for p in before if _is_plain(p.grad)]
+        gradients: list[Any] = [p.grad for p in before if _is_plain(p.grad)]
         if not unchanged or not all(bool(gradient.isfinite().all()) for gradient in gradients):
             return  # a step with inf or NaN may be skipped on the device
         least = _SMALL * max(map(_largest, gradients), default=0.0)

@@ -120,7 +120,6 @@ class TrainingLoop:
                 (torch.nn.utils, "get_total_norm"),
                 (torch.nn.utils, "clip_grads_with_norm_"),
                 (torch.nn.utils, "clip_grad_value_"),
-                (clip, "clip_grad_value_"),
             ):
                 if hasattr(owner, name):
                     self._wrap(stack, owner, name, "clip" if "clip" in name else "read_norm")
