@@ -111,6 +111,11 @@ def not_held() -> None:
     train(lambda x: model[2](model[1](model[0](x))), optimizer)
 
 
+def part(last: bool) -> None:
+    model = Pair()
+    train(model, SGD((model.second if last else model.first).parameters(), 0.1))  # part
+
+
 def hidden(tensor: bool) -> None:
     model = Hidden(tensor)
     train(model, SGD(model.parameters(), 0.1))
@@ -227,6 +232,7 @@ FAULTS: dict[str, tuple[Program, str, str]] = {
     "replaced": (replaced, "error made later", "2.weight, 2.bias, and no optimizer uses them"),
     "copied": (copied, "error not held", "0.weight, 0.bias, and no optimizer uses them"),
     "not held": (not_held, "error not held", "weight, bias, and no optimizer"),
+    "part": (lambda: part(False), "error not held", "second.weight, second.bias, and no optimizer"),
     "hidden layer": (lambda: hidden(False), "error hidden", "Hidden.layers['a'][0].weight, Hidden.layers['a'][0].bias"),
     "hidden tensor": (lambda: hidden(True), "error hidden", "Hidden.scale"),
     "in forward": (in_forward, "error made in forward", "a parameter, float32[4, 4], is made in each forward"),
@@ -254,6 +260,27 @@ def test_a_fault_is_found_with_its_line(name: str) -> None:
     assert (f"{first.grade} {first.kind}", first.place.line) == (kind, line_of(name))
     assert text in first.what
     assert others == []
+
+
+def test_a_head_that_no_loss_uses_is_a_note() -> None:
+    """Autograd records it, although the loop also evaluates it without."""
+    model = Pair()
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                model.second(x)
+            model.second(x)
+            return model.first(x)
+
+    (only,) = found(lambda: train(Model(), SGD(model.parameters(), 0.1)))
+    assert (only.grade, only.kind) == ("note", "no gradient")
+
+
+def test_training_the_last_layers_alone_is_a_note() -> None:
+    (only,) = found(lambda: part(True))
+    assert (only.grade, only.kind, only.place.line) == ("note", "not held", line_of("part"))
+    assert "first.weight, first.bias" in only.what
 
 
 # --- healthy programs

@@ -57,12 +57,22 @@ class Replicas(Check):
         self._rank, self._ranks, self._found = 0, 1, False
         self._replicated: set[int] = set()  # identities of parameters under DistributedDataParallel
         self._steps: dict[Optimizer, int] = {}
-        self._own: dict[str, tuple[Optimizer, Place, _Checksums]] = {}  # by key of the store
+        self._places: dict[Optimizer, Place] = {}
+        self._own: dict[str, tuple[Optimizer, _Checksums]] = {}  # by key of the store
 
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
         step = self._steps[optimizer] = self._steps.get(optimizer, -1) + 1
-        if step % _EVERY or self._found or rank() is None or not torch.distributed.is_initialized():
-            return
+        self._places[optimizer] = calling_place()
+        if rank() is not None and torch.distributed.is_initialized() and step % _EVERY == 0:
+            self._exchange(optimizer, str(step // _EVERY % _SLOTS))
+
+    def ended(self) -> None:
+        for optimizer in self._steps if self._store is not None else ():
+            self._steps[optimizer] += 1
+            self._exchange(optimizer, "end")
+
+    def _exchange(self, optimizer: Optimizer, slot: str) -> None:
+        """Publish the checksums of an optimizer, and compare the ones that other ranks have published."""
         if self._store is None:
             self._store = loaded("distributed.distributed_c10d", "_get_default_store")()
             self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -72,19 +82,15 @@ class Replicas(Check):
                     self._replicated |= {id(p) for name, p in named if name not in module.parameters_to_ignore}
         parameters = _plain(optimizer)
         gradients = [p.grad for p in parameters if type(p.grad) is Tensor and not is_opaque(p.grad)]
-        own = _Checksums(step, _checksums(parameters), _checksums(gradients))
-        key = f"ampkit/{self._session}/{[*self._steps].index(optimizer)}/{step // _EVERY % _SLOTS}"
-        self._own[key] = optimizer, calling_place(), own
+        own = _Checksums(self._steps[optimizer], _checksums(parameters), _checksums(gradients))
+        key = f"ampkit/{self._session}/{[*self._steps].index(optimizer)}/{slot}"
+        self._own[key] = optimizer, own
         with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
             self._store.set(f"{key}/{self._rank}", json.dumps(own))
             self._compare()
 
-    def ended(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._compare()
-
     def _compare(self) -> None:
-        for key, (optimizer, place, own) in self._own.items():
+        for key, (optimizer, own) in self._own.items() if not self._found else ():
             for other in {(self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks}:
                 if not self._store.check([f"{key}/{other}"]):
                     continue
@@ -94,8 +100,8 @@ class Replicas(Check):
                     continue
                 for p, value, their_value in zip(_plain(optimizer), own.values, theirs.values, strict=True):
                     if value != their_value and (same or id(p) in self._replicated):
-                        self._add(p, own.step, other, place, same)
-                        self._own, self._found = {}, True
+                        self._add(p, own.step, other, self._places[optimizer], same)
+                        self._found = True
                         return
 
     def _add(self, p: Tensor, step: int, other: int, place: Place, same: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import time
 import weakref
@@ -302,13 +303,12 @@ class Trained(Check):
         self._add(grade, Cause(kind, why), what, place, fix)
 
     def _is_part(self, tensor: Tensor) -> bool:
-        """Return whether the optimizers hold one submodule of a model, as if on purpose."""
+        """Return whether the optimizers hold the last layers of a model, as if only these are to be trained."""
         held = {id(p) for optimizer in self._steps for p in _parameters(optimizer)}
-        for root in self.run.modules.roots():
-            parameters = {id(p) for p in root.parameters()}
-            if id(tensor) in parameters and held & parameters:
-                return any({id(p) for p in module.parameters()} == held & parameters for module in root.modules())
-        return False
+        models = [[id(p) for p in root.parameters()] for root in self.run.modules.roots()]
+        model = next((each for each in models if id(tensor) in each), [])
+        last = [*itertools.dropwhile(lambda each: each not in held, model)]
+        return bool(last) and held.issuperset(last)
 
     def _path_to(self, tensor: Tensor) -> str:
         """Return where the modules hold a tensor that `parameters` does not return; "" if they do not."""
