@@ -164,6 +164,14 @@ def never_steps() -> None:
     train(model, optimizer)
 
 
+def restored() -> None:
+    """The state that is kept is the model itself."""
+    model = mlp(4, 4)
+    best = model.state_dict()
+    train(model, SGD(model.parameters(), 0.1))
+    model.load_state_dict(best)  # restored
+
+
 def rate_too_small() -> None:
     model = mlp(4, 4)
     train(model, SGD(model.parameters(), 1e-12))  # too small
@@ -241,6 +249,7 @@ FAULTS: dict[str, tuple[Program, str, str]] = {
     "without gradients": (without_gradients, "error no gradients", "float32[3, 4], float32[3]"),
     "unused layers": (unused_layers, "note no gradient", "float32[3, 4], float32[3], float32[3, 4] and 1 more"),
     "never steps": (never_steps, "error no step", "never steps: 12 backward passes"),
+    "restored": (restored, "error copied to itself", "a copy changes nothing"),
     "too small": (rate_too_small, "error update rounded away", "last 12 steps do not change 0.weight, 0.bias"),
     "zero": (rate_zero, "error learning rate 0", "in the last 12 steps"),
     "scheduled zero": (scheduled_zero, "error learning rate 0", "in the last 8 steps"),
@@ -376,6 +385,13 @@ class Average(nn.Module):
         return self.model(x) - target
 
 
+def shared() -> None:
+    """A target network that shares a layer with the network whose state it loads."""
+    model, target = mlp(4, 4, 4), mlp(4, 4, 4)
+    target[0] = model[0]
+    train(model, SGD(model.parameters(), 0.1), then=lambda: target.load_state_dict(model.state_dict()))
+
+
 def average() -> None:
     model = Average()
     train(model, SGD(model.parameters(), 0.1))
@@ -464,6 +480,7 @@ def lbfgs() -> None:
 
     for _ in range(20):
         optimizer.step(closure)
+        optimizer.zero_grad()
 
 
 def skipped() -> None:
@@ -542,6 +559,7 @@ HEALTHY: list[Program] = [
     collocation,
     penalty,
     perceptual,
+    shared,
     average,
     adapted,
     evaluated,

@@ -42,11 +42,6 @@ class _Made(NamedTuple):
     caller: Caller
     in_module: bool  # a module's forward called it
 
-    @property
-    def place(self) -> Place:
-        """Its line."""
-        return Place(*self.caller.line())
-
 
 class _Leaf:
     """A tensor in which backward accumulates gradients."""
@@ -94,6 +89,7 @@ class Trained(Check):
         self._missing: dict[int, Tensor] = {}  # by storage: those of `_without` that no operator uses with autograd
         self._cut: dict[Tensor, tuple[Place, set[int], Tensor]] = {}  # where, in which steps and with which values a
         # module uses one of these without autograd
+        self._copies: dict[Caller, list[int]] = {}  # how often a line copies another tensor, and a tensor to itself
         self._no_grad = Place()  # where `torch.no_grad` was entered last
 
     def opened(self, stack: ExitStack) -> None:
@@ -118,6 +114,9 @@ class Trained(Check):
                 self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))
             if self._missing and call.module is not None:
                 self._note_use(call)
+            if call.facts.name == "aten::copy_" and call.caller.code and not any(map(is_opaque, call.tensors)):
+                ends = [(storage_key(each), each.storage_offset(), each.stride()) for each in call.tensors]
+                self._copies.setdefault(call.caller, [0, 0])[ends[0] == ends[-1]] += 1
 
     def _note_use(self, call: Call) -> None:
         """Note a module's use of a parameter that has no gradients, with autograd or without."""
@@ -199,6 +198,11 @@ class Trained(Check):
     # --- findings
 
     def ended(self) -> None:
+        for caller, (others, same) in self._copies.items():
+            if same and not others:
+                why = f"all {same} tensors that this line copies are copied to themselves; state_dict() copies nothing"
+                fix = "the state_dict() of the other model, or copy.deepcopy(model.state_dict()) when it is saved"
+                self._add("error", Cause("copied to itself", why), "a copy changes nothing", _place_of(caller), fix)
         leaves = [leaf for _, leaf in self._leaves.values() if leaf.tensor is not None]
         self._add_unused([leaf for leaf in leaves if leaf.holder is not None and leaf.fresh >= _MIN_UNUSED])
         if max(self._steps.values(), default=0) < _MIN_STEPS:
@@ -207,7 +211,7 @@ class Trained(Check):
             if len(steps) >= _MIN_STEPS:
                 what = f"a parameter, {name}, is made in each forward, so no optimizer holds it"
                 fix = "make it in __init__, before the optimizer"
-                self._add("error", Cause("made in forward"), what, Place(*caller.line()), fix)
+                self._add("error", Cause("made in forward"), what, _place_of(caller), fix)
         lost = self._lost([leaf for leaf in leaves if leaf.holder is None and leaf.times >= _MIN_STEPS])
         for (kind, place), tensors in lost.items():
             self._add_lost(kind, place, tensors)
@@ -273,7 +277,7 @@ class Trained(Check):
                 continue
             kind = "not held"
             if leaf.owner is None and self._path_to(tensor):
-                kind, place = "hidden", place if leaf.made is None else leaf.made.place
+                kind, place = "hidden", place if leaf.made is None else _place_of(leaf.made.caller)
             elif leaf.made is not None and leaf.made.time > latest:
                 kind = "made later"
             # Another tensor that is not a parameter is an input, and so is one by which a loss is differentiated.
@@ -293,7 +297,7 @@ class Trained(Check):
             fix = "nn.ModuleList, nn.ModuleDict, nn.ParameterList, or nn.Parameter"
         elif kind == "made later":
             made = self._made.get(tensors[0])
-            why = "they are made after the optimizer" + (f", at {made.place}" if made is not None else "")
+            why = "they are made after the optimizer" + (f", at {_place_of(made.caller)}" if made is not None else "")
             without = sum(map(len, self._without.values()))
             why += f"; it holds {without} parameters without a gradient" if without else ""
             fix = "make the optimizer after the last change of the model"
@@ -333,3 +337,7 @@ class Trained(Check):
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _place_of(caller: Caller) -> Place:
+    return Place(*caller.line())
