@@ -49,20 +49,23 @@ def state() -> list[Any]:
         vars(GradScaler)["step"],
         torch.autograd.backward,
         vars(torch.autocast)["__enter__"],
+        torch.optim.Optimizer.__init__,
         nn.utils.clip_grad_value_,
     ]
 
 
 def test_nothing_is_left_behind() -> None:
     """Also after an exception. A wrapped function keeps its name."""
-    before = state()
+    before, enter = state(), torch.no_grad.__enter__
     with pytest.raises(KeyError), Examination() as report:  # noqa: PT012  the context's own end is what is tested
         unchanged = [i for i, (old, new) in enumerate(zip(before, state(), strict=True)) if old == new]
         assert unchanged == []
         assert torch.autograd.backward.__name__ == "backward"
+        assert torch.no_grad.__enter__ is not enter
         raise KeyError
     assert report.status == "inconclusive"
     assert before == state()
+    assert torch.no_grad.__enter__ is enter
     with pytest.raises(KeyError), Examination(checks=[LoopOrder]) as report:
         raise KeyError
     assert report.status == "inconclusive"

@@ -445,8 +445,13 @@ def unused_module() -> None:
 
 
 def converged() -> None:
-    model = nn.Linear(4, 4)
-    train(model, SGD(model.parameters(), 1.0), steps=400)
+    """The last updates are rounded away, since the gradient is nearly 0."""
+    mean = nn.Parameter(torch.zeros(4))
+    optimizer = SGD([mean], 0.1)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (mean - 0.3).square().sum().backward()
+        optimizer.step()
 
 
 def bias_before_norm() -> None:
@@ -495,6 +500,18 @@ def skipped() -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+
+
+def skipped_for_one_element() -> None:
+    """A fused optimizer skips the whole step, although most gradients are finite."""
+    p, factor = nn.Parameter(torch.zeros(2048)), torch.ones(2048)
+    factor[1] = 1e38
+    optimizer, scaler = SGD([p], 0.1, fused=True), torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    for _ in range(6):
+        optimizer.zero_grad()
+        scaler.scale((p * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def masters() -> None:
@@ -571,6 +588,7 @@ HEALTHY: list[Program] = [
     warm_up,
     lbfgs,
     skipped,
+    skipped_for_one_element,
     masters,
     accumulated,
     inner_loop,

@@ -184,14 +184,7 @@ class Trained(Check):
             parameters = self._without[optimizer] = [p for p in _parameters(optimizer) if p.requires_grad]
             if parameters:
                 self._start[optimizer] = parameters[0].detach().clone()
-        self._note_gradients(optimizer)
-
-    def step_ended(self, optimizer: Optimizer | None, *, complete: bool = True) -> None:
-        if optimizer is not None:
-            self._note_gradients(optimizer)  # those that a closure made
-
-    def _note_gradients(self, optimizer: Optimizer) -> None:
-        without = self._without[optimizer] = [p for p in self._without.get(optimizer, ()) if p.grad is None]
+        without = self._without[optimizer] = [p for p in self._without[optimizer] if p.grad is None]
         if self._steps[optimizer] == 1:
             self._missing |= {storage_key(p): p for p in without if not is_opaque(p)}
 
