@@ -359,10 +359,34 @@ def penalty() -> None:
         clip_grad_norm_(critic.parameters(), 1.0)
         fast.step()
         slow.zero_grad()
-        if step % 5 == 4:
+        if step % 6 == 0:
             (-critic(generator(torch.randn(8, 2))).mean()).backward()
             slow.step()
         clip_grad_norm_(generator.parameters(), 1.0)
+        clip_grad_norm_([p for p in generator.parameters() if p.grad is not None], 1.0)
+
+
+def once() -> None:
+    """A network that trains in the first step only."""
+    model, other, first = mlp(4, 4), mlp(4, 4), iter([1.0])
+    optimizers = SGD(model.parameters(), 0.1), SGD(other.parameters(), 0.1)
+    train(
+        lambda x: model(x) + other(x) if next(first, 0.0) else model(x),
+        *optimizers,
+        clip=lambda: clip_grad_norm_(other.parameters(), 1.0),
+    )
+
+
+def generators() -> None:
+    """A check does not use them up."""
+    model = mlp(4, 4)
+
+    def clip() -> None:
+        norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+        assert nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) < 0.011
+
+    train(model, SGD(model.parameters(), 0.1), clip=clip)
 
 
 def perceptual() -> None:
@@ -575,6 +599,8 @@ HEALTHY: list[Program] = [
     adversarial,
     collocation,
     penalty,
+    once,
+    generators,
     perceptual,
     shared,
     average,
