@@ -48,20 +48,23 @@ def state() -> list[Any]:
         vars(GradScaler)["step"],
         torch.autograd.backward,
         vars(torch.autocast)["__enter__"],
+        torch.optim.Optimizer.__init__,
         nn.utils.clip_grad_value_,
     ]
 
 
 def test_nothing_is_left_behind() -> None:
     """Also after an exception. A wrapped function keeps its name."""
-    before = state()
+    before, enter = state(), torch.no_grad.__enter__
     with pytest.raises(KeyError), Examination() as report:  # noqa: PT012  the context's own end is what is tested
         unchanged = [i for i, (old, new) in enumerate(zip(before, state(), strict=True)) if old == new]
         assert unchanged == []
         assert torch.autograd.backward.__name__ == "backward"
+        assert torch.no_grad.__enter__ is not enter
         raise KeyError
     assert report.status == "inconclusive"
     assert before == state()
+    assert torch.no_grad.__enter__ is enter
     with pytest.raises(KeyError), Examination(checks=[LoopOrder]) as report:
         raise KeyError
     assert report.status == "inconclusive"
@@ -124,3 +127,12 @@ def test_iterations_of_several_optimizers() -> None:
         for _ in range(10):
             one.step_ended(optimizer)
     assert 50 <= one.number <= 60
+
+
+def test_a_torch_without_the_callback_of_compiled_functions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a report of compiled functions would not say that they ran eagerly."""
+    from torch._dynamo import eval_frame
+
+    monkeypatch.delattr(eval_frame, "_callback_from_stance")
+    with pytest.raises(ImportError, match="_callback_from_stance"):
+        Examination().__enter__()

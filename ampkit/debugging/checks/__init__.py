@@ -9,7 +9,11 @@
 | `Sums` | sums, counts and averages that stop growing | `sums` |
 | `StaleCasts` | casts older than their weight | `stale_casts` |
 | `StateInPlace` | float32 state that is rounded in place | `state_in_place` |
-| `Updates` | parameters without a gradient, or whose updates are rounded away | `updates` |
+| `Updates` | parameters whose gradient is 0, or whose updates in 16 bits are rounded away | `updates` |
+| `Unchanged` | steps that change nothing | `unchanged` |
+| `Trained` | gradients that no optimizer uses, and optimizers without gradients | `trained` |
+| `Clipping` | clipping of nothing | `clipping` |
+| `Replicas` | replicated parameters that differ on several ranks | `replicas` |
 | `Linearity` | hooks and custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
 | `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
 
@@ -19,14 +23,18 @@ a check, write a subclass of `Check` and add it to the list; to remove one, dele
 """
 
 from ampkit.debugging.checks.check import Check
+from ampkit.debugging.checks.clipping import Clipping
 from ampkit.debugging.checks.integers import Integers
 from ampkit.debugging.checks.linearity import Linearity
 from ampkit.debugging.checks.loop_order import LoopOrder
 from ampkit.debugging.checks.nonfinite import NonFinite
 from ampkit.debugging.checks.precision import Precision
+from ampkit.debugging.checks.replicas import Replicas
 from ampkit.debugging.checks.stale_casts import StaleCasts
 from ampkit.debugging.checks.state_in_place import StateInPlace
 from ampkit.debugging.checks.sums import Sums
+from ampkit.debugging.checks.trained import Trained
+from ampkit.debugging.checks.unchanged import Unchanged
 from ampkit.debugging.checks.updates import Updates
 from ampkit.debugging.checks.zeros import Zeros
 
@@ -39,6 +47,10 @@ CHECKS: tuple[type[Check], ...] = (
     StaleCasts,
     StateInPlace,
     Updates,
+    Unchanged,
+    Trained,
+    Clipping,
+    Replicas,
     Linearity,
     Precision,
 )

@@ -14,7 +14,7 @@ import inspect
 import math
 import textwrap
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any, NamedTuple
@@ -25,12 +25,14 @@ from torch.autograd.function import BackwardCFunction
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.observe.autograd_graph import leaves_from, nodes_from
 from ampkit.debugging.observe.call_sites import relative
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_properties import tensors_in
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.snapshot import generators
 from ampkit.debugging.torch_private import is_opaque, node_name, node_sequence_number, set_version
+from ampkit.torch_private import local_tensors
 from ampkit.user_code import is_library
 
 _SUBLINEAR = 0.99  # a gradient that grows by less than this share of the factor is clipped or normalized
@@ -84,7 +86,7 @@ class Linearity(Check):
     def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
         self._scaled = scaled
         self._remove_handles()
-        for node in _nodes(root.grad_fn for root in roots) if self.active else ():
+        for node in nodes_from(root.grad_fn for root in roots) if self.active else ():
             if isinstance(node, BackwardCFunction) and _code_of(node) is not None:
                 self._handles.append(node.register_prehook(functools.partial(self._try_function, node)))
 
@@ -96,7 +98,7 @@ class Linearity(Check):
         """Return a hook that tries another hook before it runs."""
         node: Any = tensor.grad_fn
         owner = "the parameter" if node is None else f"the result of {node_name(node).rstrip('0123456789')}"
-        leaves = [*map(weakref.ref, _leaves([node]) if node else [tensor])]
+        leaves = [*map(weakref.ref, leaves_from([node]) if node else [tensor])]
 
         code = getattr(inspect.unwrap(getattr(hook, "func", hook)), "__code__", None)
         if code is not None and is_library(code.co_filename):
@@ -133,7 +135,7 @@ class Linearity(Check):
             needed = [wrong for wrong, need in zip(found.results, node.needs_input_grad, strict=False) if need]
             following = [each for each, wrong in zip(nodes, needed, strict=False) if wrong]
             ones = len(received) == 1 and received[0] is not None and bool((received[0] == 1).all())
-            self._add(found, f"{name}.backward", _code_of(node), _leaves(following), node, starts=ones)
+            self._add(found, f"{name}.backward", _code_of(node), leaves_from(following), node, starts=ones)
 
     def _tried(
         self,
@@ -248,28 +250,15 @@ class _Saved:
                 set_version((tensor,), (version,))
 
 
-def _nodes(roots: Iterable[Any]) -> set[Any]:
-    """Return the nodes that backward reaches."""
-    pending, seen = list(roots), set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [following for following, _ in node.next_functions]
-    return seen
-
-
-def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
-    return [node.variable for node in _nodes(nodes) if hasattr(node, "variable")]
-
-
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
 def _norm(value: Any) -> float:
-    value = getattr(value, "_local_tensor", value)  # of a DTensor its shard
-    if not isinstance(value, Tensor) or is_opaque(value) or not value.numel():
+    if not isinstance(value, Tensor):
+        return 0.0
+    (value,) = local_tensors([value])
+    if is_opaque(value) or not value.numel():
         return 0.0
     values = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))

@@ -285,10 +285,7 @@ class LoopOrder(Check):
     def _check_unscaled(self, *args: Any, **kwargs: Any) -> list[_OptimizerState]:
         """Check gradients that are clipped, or whose norm is read. Return the states of their optimizers."""
         argument = next(iter((*args, *kwargs.values())))
-        if isinstance(argument, Tensor):
-            tensors = [argument]
-        else:  # only the function may consume a generator
-            tensors = [] if isinstance(argument, Iterator) else list(argument)
+        tensors = [argument] if isinstance(argument, Tensor) else list(argument)
         ids = {id(t) for t in tensors} | {id(t.grad) for t in tensors if t.grad_fn is None and t.is_leaf}
         states = [s for s in self._states() if any(id(p.grad) in ids for p in s.parameters)]
         unscaled = any(state.unscaled for state in self._states())

@@ -1,4 +1,4 @@
-"""Parameters that do not learn: without a gradient, with a gradient of 0, or with updates that are rounded away."""
+"""Parameters that do not learn: with a gradient of 0, or with updates in 16 bits that are rounded away."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ class _Zeros(NamedTuple):
 
 
 class _Optimizer:
-    """The gradients and updates of one optimizer."""
+    """The gradients of one optimizer."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self.without: dict[Tensor, str] | None = None  # parameters that never had a gradient; None before a step
         self.zero: dict[Tensor, _Zeros | None] = {}  # parameters whose gradient was 0 in each step
-        self.place = Place()
 
 
 class _Step:
@@ -139,14 +137,10 @@ class Updates(Check):
         if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
             return
         state = self._optimizers.setdefault(optimizer, _Optimizer())
-        state.place = calling_place()
-        first = state.without is None
         state.steps += 1
-        without = state.without or {}
-        state.without = {p: "" for p in parameters if p.grad is None and (first or p in without)}
         state.zero = {
             p: self._zeros.get(p.grad)
-            for p in (parameters if first else list(state.zero))
+            for p in (parameters if state.steps == 1 else list(state.zero))
             if p.grad is not None and type(p.grad) is Tensor and not is_opaque(p.grad) and not p.grad.any()
         }
         # ampkit's own optimizers write weights in one kernel, which compensates for rounding.
@@ -154,7 +148,7 @@ class Updates(Check):
             chosen = [p for p in parameters if p.grad is not None and p.dtype in SIXTEEN_BIT]
             plain = [p for p in chosen if type(p) in (Tensor, Parameter) and not is_opaque(p) and p.numel()]
             self._stepping = {_key(p): _Step(p) for p in plain}
-            self._place = state.place
+            self._place = calling_place()
 
     # --- updates that are rounded away
 
@@ -198,7 +192,7 @@ class Updates(Check):
         if lost <= 0.2:
             return
         parameter, most = max(updates.items(), key=lambda item: item[1].lost)
-        name = self.run.name_of(parameter) or "a parameter"
+        name = self.run.names_of([parameter])
         why = f"{most.lost:.0%} of the update of {name} is below half a unit in the last place"
         place = Place(*self._place.site, op=most.op, phase="optimizer")
         self.add(
@@ -214,14 +208,14 @@ class Updates(Check):
         )
 
     def _add_gradients(self, state: _Optimizer) -> None:
-        """Add the parameters whose gradients were 0 or missing in each step."""
+        """Add the parameters whose gradients were 0 in each step."""
         rounded = {p: zeros for p, zeros in state.zero.items() if zeros is not None and zeros.rounded}
         for p, zeros in rounded.items():
             finding = Finding(
                 grade="precision loss" if zeros.counts else "note",
                 check=self.name,
                 cause=Cause("underflow", f"rounding to {zeros.place.dtype} makes all of it 0"),
-                what=f"the gradient of {self.run.name_of(p) or 'a parameter'} is 0",
+                what=f"the gradient of {self.run.names_of([p])} is 0",
                 place=zeros.place,
                 last=self.run.step - 1,
             )
@@ -233,26 +227,14 @@ class Updates(Check):
                 finding.fix = Fix(text)
             self.add(finding)
         exact = [p for p in state.zero if p not in rounded]
-        for parameters, what, kind in (
-            (exact, "is exactly 0", "zero gradient"),
-            (list(state.without or ()), "is missing", "no gradient"),
-        ):
-            if not parameters:
-                continue
-            names = [self.run.name_of(p) or "a parameter" for p in parameters]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            finding = Finding(
-                grade="note",
-                check=self.name,
-                cause=Cause(kind),
-                what=f"the gradient of {', '.join(names[:3])}{more} {what}",
-                place=state.place,
-                last=self.run.step - 1,
-            )
-            origin = state.zero.get(parameters[0])
+        if exact:
+            what = f"the gradient of {self.run.names_of(exact)} is exactly 0"
+            finding = Finding(grade="note", check=self.name, cause=Cause("zero gradient"), what=what)
+            origin, finding.last = state.zero[exact[0]], self.run.step - 1
+            finding.place = self._place if origin is None else origin.place
             if origin is not None:
-                finding.place = origin.place
-                finding.cause = Cause(kind, f"{origin.place.operator} returns only zeros, in float64 too")
+                why = f"{origin.place.operator} returns only zeros, in float64 too"
+                finding.cause = Cause("zero gradient", why)
             self.add(finding)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from ampkit.debugging.torch_private import (
 )
 from ampkit.dispatch.weight_cache import invalidate_casts
 from ampkit.dtypes import dtype_name
-from ampkit.torch_private import ObserverMode, OpOverload
+from ampkit.torch_private import ObserverMode, OpOverload, loaded
 
 
 class _Thread(threading.local):
@@ -115,9 +115,7 @@ class Observer(ObserverMode):
     def _watch_compiled(self, stack: ExitStack) -> None:
         """Note calls of compiled functions: each gets its callback from the stance."""
         eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
-        inner = getattr(eval_frame, "_callback_from_stance", None)
-        if inner is None:
-            return
+        inner = loaded("_dynamo.eval_frame", "_callback_from_stance")
 
         def callback_from_stance(callback: Any) -> Any:
             self.compiled |= callable(callback)
@@ -174,6 +172,11 @@ class Observer(ObserverMode):
                 if named.grad is not None and not is_opaque(named.grad) and storage_key(named.grad) == key:
                     return f"{name}.grad"
         return ""
+
+    def names_of(self, tensors: Collection[Tensor]) -> str:
+        """Return the names of the first three parameters, or dtype and shape without a name, and how many follow."""
+        names = [self.name_of(t) or f"{dtype_name(t.dtype)}{list(t.shape)}" for t in [*tensors][:3]]
+        return ", ".join(names) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
 
     def state_name(self, tensor: Tensor) -> tuple[str, str]:
         """Return the owner of a tensor and its name: the state of an optimizer, a parameter or buffer, or neither."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from fractions import Fraction
@@ -27,7 +29,18 @@ from ampkit.debugging.observe.call_sites import find_caller, script_line
 from ampkit.region.autocast import autocast
 from ampkit.torch_private import current_device_type
 
-EVENTS = ("scale", "unscale", "scaler_step", "update", "backward", "zero_grad", "clip", "read_norm", "scheduler_step")
+EVENTS = (
+    "scale",
+    "unscale",
+    "scaler_step",
+    "scaler_clip",
+    "update",
+    "backward",
+    "zero_grad",
+    "clip",
+    "read_norm",
+    "scheduler_step",
+)
 # Loops of ampkit's own, which call the scaler in orders that are right for them.
 _AMPKIT_LOOPS = tuple(str(Path(__file__).resolve().parents[2] / name) for name in ("half_precision", "amp"))
 
@@ -71,6 +84,7 @@ class TrainingLoop:
         self.iterations = Iterations()
         self.scaler: torch.amp.GradScaler | None = None  # the last one that was called
         self.optimizers: list[Optimizer] = []  # that have stepped or cleared gradients
+        self.made: weakref.WeakKeyDictionary[Optimizer, tuple[float, Place]] = weakref.WeakKeyDictionary()
         self.dtypes: set[torch.dtype] = set()  # of the regions that were entered since the last step
         self.regions: list[tuple[str, int]] = []  # where the open regions were entered, innermost last
         self.loss_is_scaled = False  # by a call of `scale` that no backward has followed yet
@@ -91,6 +105,8 @@ class TrainingLoop:
                     ("unscale_", "unscale"),
                     ("step", "scaler_step"),
                     ("update", "update"),
+                    ("clip_grad_norm_", "scaler_clip"),
+                    ("clip_grad_value_", "scaler_clip"),
                 ):
                     if name in vars(cls):
                         self._wrap(stack, cls, name, event)
@@ -113,6 +129,7 @@ class TrainingLoop:
             for cls in (torch.autocast, autocast):
                 self._wrap(stack, cls, "__enter__", "_region_enters")
                 self._wrap(stack, cls, "__exit__", "_region_exits")
+            self._note_made(stack)
             stack.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
             stack.enter_context(register_optimizer_step_post_hook(self._optimizer_ended))
             self._open = stack.pop_all()
@@ -131,7 +148,11 @@ class TrainingLoop:
                 self.scaler = args[0]
             if self._depth or sys._getframe(1).f_code.co_filename.startswith(_AMPKIT_LOOPS):
                 return inner(*args, **kwargs)  # called by another wrapped function, or by a loop of ampkit's own
-            self._depth += 1
+            if event in ("clip", "read_norm"):  # an iterator can be listed once only
+                args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+                kwargs = {key: list(each) if isinstance(each, Iterator) else each for key, each in kwargs.items()}
+            depth = self._depth
+            self._depth += event != "scaler_clip"  # which may call `unscale_`
             around: list[Iterator[None]] = []
             try:
                 with self.silently():
@@ -154,10 +175,22 @@ class TrainingLoop:
             finally:
                 for generator in around:
                     generator.close()  # type: ignore[attr-defined]
-                self._depth -= 1
+                self._depth = depth
 
         setattr(owner, name, wrapped)
         stack.callback(setattr, owner, name, inner)
+
+    def _note_made(self, stack: ExitStack) -> None:
+        """Note when and where optimizers are made."""
+        inner: Any = Optimizer.__init__
+
+        @functools.wraps(inner)
+        def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            inner(optimizer, *args, **kwargs)
+            self.made[optimizer] = time.perf_counter(), calling_place()
+
+        Optimizer.__init__ = made  # type: ignore[method-assign]
+        stack.callback(setattr, Optimizer, "__init__", inner)
 
     def _observing(self, event: str) -> list[Any]:
         """Return the listeners of an event, after this object, whose attributes they read."""

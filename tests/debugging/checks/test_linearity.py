@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ampkit.debugging import examine
+from ampkit.debugging.checks.linearity import _norm
 from ampkit.debugging.finding import Finding, Report
 from tests.debugging.models import MODELS, loss_of, make, mlp
 
@@ -277,3 +279,9 @@ def test_a_reentrant_checkpoint_is_seen_through() -> None:
 
     [finding] = found(loss)
     assert at(finding) == line_of(Ready.backward)
+
+
+def test_a_dtensor_without_its_private_attribute_is_an_error() -> None:
+    """The norm of its gradient would be read by another path, and be of other numbers."""
+    with pytest.raises(AttributeError, match="_local_tensor"):
+        _norm(torch.ones(2).as_subclass(DTensor))
