@@ -110,11 +110,11 @@ class Trained(Check):
             self._higher = self._higher or torch.is_grad_enabled()
         elif call.phase == "forward":
             is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-            if not call.facts.mutable and call.outputs and not is_differentiated:
+            if not call.op.mutable and call.outputs and not is_differentiated:
                 self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))
             if self._missing and call.module is not None:
                 self._note_use(call)
-            is_loaded = call.facts.name == "aten::copy_" and call.tensors and isinstance(call.tensors[0], Parameter)
+            is_loaded = call.op.name == "aten::copy_" and call.tensors and isinstance(call.tensors[0], Parameter)
             if is_loaded and call.caller.code and not any(map(is_opaque, call.tensors)):
                 ends = [(storage_key(each), each.storage_offset(), each.stride()) for each in call.tensors]
                 self._copies.setdefault(call.caller, [0, 0])[ends[0] == ends[-1]] += 1
