@@ -277,3 +277,12 @@ def test_a_reentrant_checkpoint_is_seen_through() -> None:
 
     [finding] = found(loss)
     assert at(finding) == line_of(Ready.backward)
+
+
+def test_a_hook_that_rounds_small_gradients_is_no_clip() -> None:
+    """A gradient that underflows in a cast is not in proportion; it is from a larger one on. `zeros` finds the cast."""
+
+    def rounded(gradient: Tensor) -> Tensor:
+        return (gradient * 1e-7).half().float() / 1e-7
+
+    assert not found(lambda model, x: hooked(model(x).square().mean(), model[0].weight, rounded))

@@ -5,10 +5,11 @@
 | `LoopOrder` | calls of scaler, backward, clipping, optimizer and scheduler in the wrong order | `loop_order` |
 | `NonFinite` | the operator where inf and NaN begin, and why | `nonfinite`, with the four files below |
 | `Zeros` | results, and casts in hooks, that rounding turns into 0 | `zeros` |
-| `Integers` | positions and counts that become equal in 16 bits | `integers` |
-| `Sums` | sums, counts and averages that stop growing | `sums` |
+| `Casts` | values that a dtype cannot hold: integers that wrap around, values that become equal | `casts` |
+| `Sums` | sums, counts and averages that stop growing, and operators that add up in 16 bits | `sums` |
 | `StaleCasts` | casts older than their weight | `stale_casts` |
-| `StateInPlace` | float32 state that is rounded in place | `state_in_place` |
+| `StateInPlace` | float32 state that is rounded in place, or replaced | `state_in_place` |
+| `ScaledNumbers` | numbers that carry the loss scale, and are used as if they did not | `scaled_numbers` |
 | `Updates` | parameters without a gradient, or whose updates are rounded away | `updates` |
 | `Linearity` | hooks and custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
 | `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
@@ -18,12 +19,13 @@
 check, write a subclass of `Check` and add it to the list; to remove one, delete its file and its entry.
 """
 
+from ampkit.debugging.checks.casts import Casts
 from ampkit.debugging.checks.check import Check
-from ampkit.debugging.checks.integers import Integers
 from ampkit.debugging.checks.linearity import Linearity
 from ampkit.debugging.checks.loop_order import LoopOrder
 from ampkit.debugging.checks.nonfinite import NonFinite
 from ampkit.debugging.checks.precision import Precision
+from ampkit.debugging.checks.scaled_numbers import ScaledNumbers
 from ampkit.debugging.checks.stale_casts import StaleCasts
 from ampkit.debugging.checks.state_in_place import StateInPlace
 from ampkit.debugging.checks.sums import Sums
@@ -34,10 +36,11 @@ CHECKS: tuple[type[Check], ...] = (
     LoopOrder,
     NonFinite,
     Zeros,
-    Integers,
+    Casts,
     Sums,
     StaleCasts,
     StateInPlace,
+    ScaledNumbers,
     Updates,
     Linearity,
     Precision,

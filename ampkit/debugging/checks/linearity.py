@@ -34,6 +34,7 @@ from ampkit.debugging.torch_private import is_opaque, node_name, node_sequence_n
 from ampkit.user_code import is_library
 
 _SUBLINEAR = 0.99  # a gradient that grows by less than this share of the factor is clipped or normalized
+_LARGE = 256.0  # times a gradient: one that is not in proportion, and is from here on, was rounded by its smallness
 _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal  # smaller numbers may be rounded much in float16
 
 
@@ -157,7 +158,7 @@ class Linearity(Check):
         self._trying = True
         try:
             with torch.no_grad():
-                for factor in (0.0, 1.0, 2.0):
+                for factor in (0.0, 1.0, 2.0, _LARGE, 2 * _LARGE):
                     given = [each * factor for each in received]
                     results = run(given)
                     results = given if is_hook and results == [None] else results  # it may have written in place
@@ -171,7 +172,7 @@ class Linearity(Check):
             self._trying = False
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-        zero, one, two = norms
+        zero, one, two, large, largest = norms
         constant = [each > 0 for each in zero]
         if any(constant):
             whole = all(z > 0.999 * o for z, o in zip(zero, one, strict=True) if o)
@@ -179,8 +180,10 @@ class Linearity(Check):
             return _Nonlinear("not scaled", share, whole, constant)
         sizes = [each.numel() if isinstance(each, Tensor) else 0 for each in results]
         clipped = [
-            _SMALLEST_NORMAL * math.sqrt(size) < o < math.inf and t < 2 * _SUBLINEAR * o
-            for o, t, size in zip(one, two, sizes, strict=True)
+            _SMALLEST_NORMAL * math.sqrt(size) < o < math.inf
+            and t < 2 * _SUBLINEAR * o
+            and not (2 * _SUBLINEAR * m <= n < math.inf)
+            for o, t, m, n, size in zip(one, two, large, largest, sizes, strict=True)
         ]
         return _Nonlinear("clipped", math.hypot(*two) / math.hypot(*one), False, clipped) if any(clipped) else None
 

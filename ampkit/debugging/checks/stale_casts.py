@@ -94,7 +94,7 @@ class StaleCasts(Check):
             check=self.name,
             cause=Cause("stale cast", f"{why}{place.op} at {place.file}:{place.line} reads an old {name}"),
             what="the forward uses weights from before the last update",
-            place=Place(file, line, place.op, place.module),
+            place=Place(file, line),
             fix=Fix("open the region in each step, around the forward only, or autocast(..., cache_enabled=False)"),
             step=self.run.step,
         )

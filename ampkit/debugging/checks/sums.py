@@ -1,4 +1,4 @@
-"""Sums, counts and averages that stop growing: numbers are added to them that rounding removes."""
+"""Sums, counts and averages that stop growing: rounding removes the numbers that are added to them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import converted_arguments, item_of, tensors_in
+from ampkit.debugging.observe.rerun import exact_results
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT
 
@@ -24,6 +25,13 @@ _OPERATORS = frozenset(
     for name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv")
 ) | {"index_add", "scatter_add", "copy", "_to_copy", "clone"}
 _MOVES = ("copy", "_to_copy", "clone")
+# Operators that may add up in the dtype of their result.
+_ACCUMULATES = frozenset({"index_add", "index_put", "_index_put_impl", "scatter_add", "scatter_reduce", "cumsum"}) | {
+    "segment_reduce",
+    "embedding_dense_backward",
+    "_embedding_bag",
+}
+_LARGE_ERROR = 0.05  # of the result of such an operator, by 2-norm
 _MAX_ELEMENTS = 4096  # the most elements of a sum that are tracked in float64
 _MAX_FLOAT32 = 16  # of a sum in float32, which rounds only counters and totals away
 _MIN_CALLS = 8  # additions before a finding
@@ -71,9 +79,12 @@ class Sums(Check):
         super().__init__(run, add)
         self._sums: StorageMap[_Sum] = StorageMap()
         self._found: dict[Site, _Drift] = {}
+        self._accumulations: dict[Site, int] = {}  # calls of operators that accumulate
 
     def operator_ran(self, call: Call) -> None:
         outputs, base = call.outputs, call.facts.base
+        if base in _ACCUMULATES and outputs and outputs[0].dtype in SIXTEEN_BIT:
+            self._check_accumulation(call, outputs[0])
         if call.phase != "forward" or base not in _OPERATORS or call.caller.code is None or not outputs:
             for output in outputs:
                 if call.phase == "forward" and (not call.tensors or call.facts.literal or call.facts.shape_only):
@@ -105,6 +116,22 @@ class Sums(Check):
             self._sums.set(output, new)
             return
         self._sums.set(output, self._added(call, args, kwargs, output, tracked, sources))
+
+    def _check_accumulation(self, call: Call, output: Tensor) -> None:
+        """Compare the first call of a line, and then each that doubles their number, with float64."""
+        forward = None if call.backward_number is None else self.run.forward_with(call.backward_number)
+        site = call.site if forward is None else forward.site
+        calls = self._accumulations[site] = self._accumulations.get(site, 0) + 1
+        exact = exact_results(call) if calls & (calls - 1) == 0 else []
+        error = float((output.double() - exact[0]).norm() / exact[0].norm()) if exact else 0.0
+        if _LARGE_ERROR < error < math.inf:
+            place = self.run.place(call, output)
+            why = f"the result is {error:.0%} off the same sums in float64: {place.dtype} has too few digits"
+            finding = Finding(grade="precision loss", check=self.name, cause=Cause("stagnating sum", why), what="")
+            finding.what = f"numbers are added up in {place.dtype} inside of one operator"
+            finding.fix = Fix("call it with float32 tensors, and cast the result")
+            finding.place, finding.step = place, self.run.step
+            self.add(finding)
 
     def _sum_of(self, tensor: Tensor) -> _Sum | None:
         known = self._sums.get(tensor)
