@@ -163,6 +163,14 @@ def gradients_of_two_losses(t: Training, loss: Tensor) -> None:
     t.model(t.x).mean().backward()  # here
 
 
+def gradients_that_are_cleared(t: Training, loss: Tensor) -> None:
+    t.scaler.step(t.optimizer)
+    t.scaler.scale(t.model(t.x).mean()).backward()  # as of a critic's parameters in the step of the generator
+    t.scaler.update()
+    t.optimizer.zero_grad()
+    t.scaler.scale(t.model(t.x).mean()).backward()
+
+
 def micro_batches(t: Training, loss: Tensor) -> None:
     t.scaler.scale(t.model(t.x).mean() / 2).backward()
 
@@ -201,7 +209,15 @@ RIGHT_PENALTIES = (
     attack,
     weight_of_another_loss,
 )
-RIGHT_CHANGES = (noise_after_unscaling, clipped, logged_norm_divided, finite, micro_batches, cleared_to_zeros)
+RIGHT_CHANGES = (
+    gradients_that_are_cleared,
+    noise_after_unscaling,
+    clipped,
+    logged_norm_divided,
+    finite,
+    micro_batches,
+    cleared_to_zeros,
+)
 
 
 def found(function: Callable[[Any, Tensor], Any], cls: Any, scale: float = 2.0**12) -> list[Finding]:

@@ -70,9 +70,11 @@ class ScaledNumbers(Check):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         for gradient in gradients if scaler.is_enabled() else ():
             known = None if gradient is None or is_opaque(gradient) else self._scaled.get(gradient)
-            if known is not None and known.degree == 0:
-                why = "the scaler divides them by it again"
-                self.add(self._finding(known.made, "gradients are divided by the loss scale before the scaler", why))
+            if known is not None and known.degree in (0, _MIXED):
+                what = "gradients are divided by the loss scale before the scaler divides them"
+                if known.degree:
+                    what = "gradients of a scaled loss are added to gradients of a loss that is not scaled"
+                self.add(self._finding(known.made, what, "the scaler divides all of them by the loss scale"))
                 break
         yield
 
@@ -129,14 +131,21 @@ class ScaledNumbers(Check):
             elif degree == 0:
                 self._scaled.discard(output)
             else:
-                self._scaled.set(output, _Scaled(_UNKNOWN if degree == _MIXED else degree, origin))
+                is_reported = degree == _MIXED and call.phase == "forward"
+                self._scaled.set(output, _Scaled(_UNKNOWN if is_reported else degree, origin))
 
     def _degrees(self, call: Call, inputs: list[float]) -> list[float]:
         """Return the degrees of the results, and add a finding if one of them is mixed."""
         facts, args = call.facts, (call.args, call.kwargs)
         tensors = {id(tensor): degree for tensor, degree in zip(call.tensors, inputs, strict=True)}
         count = max(1, len(facts.outputs(call.result, *args)))
-        if any(map(math.isnan, inputs)) or self._clips or facts.random or facts.communicates or facts.opaque_state:
+        if (
+            not all(map(math.isfinite, inputs))
+            or self._clips
+            or facts.random
+            or facts.communicates
+            or facts.opaque_state
+        ):
             return [_UNKNOWN] * count
         is_forward = call.phase == "forward"
         key = (call.site if is_forward else None, facts.name, tuple(inputs), call.numbers)
@@ -146,7 +155,7 @@ class ScaledNumbers(Check):
             before = degrees or [0.0 if is_forward else max(inputs)] * count
             degrees, evidence = self._computed(call, tensors)
             degrees = [old if new == _ZERO else new for old, new in zip(before, degrees, strict=False)]
-            if _MIXED in degrees and (is_forward or (again and call.caller.outside)):
+            if _MIXED in degrees and is_forward:
                 what = "numbers that carry the loss scale are combined with numbers that do not"
                 self.add(self._finding(call, what, evidence))
         self._known[key] = times + 1, degrees
