@@ -190,7 +190,47 @@ def unchanged(t: Training, loss: Tensor) -> Tensor:
     return loss
 
 
+def with_hook(t: Training, hook: Callable[[Tensor], Any], *, on_result: bool = False) -> Tensor:
+    y = t.model(t.x)
+    (y if on_result else t.parameters[0]).register_hook(hook)
+    return 64 * y.square().sum()
+
+
+def hook_that_clips(t: Training, loss: Tensor) -> Tensor:
+    return with_hook(t, lambda g: g.clamp(-0.1, 0.1))  # here
+
+
+def hook_on_a_result_that_clips(t: Training, loss: Tensor) -> Tensor:
+    return with_hook(t, lambda g: g.clamp(-0.1, 0.1), on_result=True)  # here
+
+
+def hook_that_normalizes(t: Training, loss: Tensor) -> Tensor:
+    return with_hook(t, lambda g: g / g.norm())  # here
+
+
+def hook_that_normalizes_a_result(t: Training, loss: Tensor) -> Tensor:
+    return with_hook(t, lambda g: g / g.norm(), on_result=True)  # here
+
+
+def hook_that_decays(t: Training, loss: Tensor) -> Tensor:
+    weight = t.parameters[0].detach()
+    return with_hook(t, lambda g: g + 0.01 * weight)  # here
+
+
+def hooks_in_proportion(t: Training, loss: Tensor) -> Tensor:
+    """Reversed, masked, averaged with itself, and rounded, which is a finding of `zeros` if it underflows."""
+    mean = with_hook(t, lambda g: -g.masked_fill(g > 0, 0) + g.mean() + g * (g.norm() / (g.norm() + 1e-6)))
+    return mean + with_hook(t, lambda g: (g * 1e-7).half().float() / 1e-7, on_result=True)
+
+
 PENALTIES = (penalty_of_norm, penalty_to_one, penalty_alone, weights_of_examples, manual_weight_of_another_loss)
+HOOKS = (
+    hook_that_clips,
+    hook_on_a_result_that_clips,
+    hook_that_normalizes,
+    hook_that_normalizes_a_result,
+    hook_that_decays,
+)
 CHANGES = (
     noise,
     threshold,
@@ -208,6 +248,7 @@ RIGHT_PENALTIES = (
     penalty_divided_by_a_tensor,
     attack,
     weight_of_another_loss,
+    hooks_in_proportion,
 )
 RIGHT_CHANGES = (
     gradients_that_are_cleared,
@@ -232,7 +273,7 @@ def found(function: Callable[[Any, Tensor], Any], cls: Any, scale: float = 2.0**
 
 
 @pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
-@pytest.mark.parametrize("function", [*PENALTIES, *CHANGES], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("function", [*PENALTIES, *HOOKS, *CHANGES], ids=lambda each: each.__name__)
 def test_a_number_with_the_loss_scale_is_found_where_it_is_used(function: Any, cls: Any) -> None:
     lines, first = inspect.getsourcelines(function)
     line = first + next(i for i, text in enumerate(lines) if "# here" in text)

@@ -11,7 +11,7 @@
 | `StateInPlace` | float32 state that is rounded in place, or replaced | `state_in_place` |
 | `ScaledNumbers` | numbers that carry the loss scale, and are used as if they did not | `scaled_numbers` |
 | `Updates` | parameters without a gradient, or whose updates are rounded away | `updates` |
-| `Linearity` | hooks and custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
+| `Linearity` | custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
 | `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
 
 `NonFinite` uses `data` (values that came with the data), `origins` (which non-finite values of a step are errors),

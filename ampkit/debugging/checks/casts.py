@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Grade
+from ampkit.debugging.finding import Cause, Grade
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.rerun import exact_results
@@ -61,18 +61,20 @@ class Casts(Check):
         if source is None:
             args, kwargs = call.arguments()
             widened = [each.long() if isinstance(each, Tensor) else each for each in args]
-            source = getattr(torch.ops.aten, call.facts.base)(*widened, **kwargs)
+            values: Tensor = getattr(torch.ops.aten, call.facts.base)(*widened, **kwargs)
         elif source.is_complex() or (source.itemsize <= output.itemsize and not source.is_floating_point()):
             return
-        values = source.detach() if source.is_floating_point() else source.long()
+        else:
+            values = source.detach() if source.is_floating_point() else source.long()
         low, high = (float(each) for each in torch.aminmax(values))
         name, limits = dtype_name(output.dtype), torch.iinfo(output.dtype)
         if (limits.min - 1 < low and high < limits.max + 1) or not math.isfinite(high - low):
             return
-        worst = low if low <= limits.min - 1 else high
-        result = int(output.reshape(-1)[(values == worst).flatten().nonzero()[0]])
+        worst, index = (low, values.argmin()) if low <= limits.min - 1 else (high, values.argmax())
+        result = int(output.reshape(-1)[index])
         why = f"{worst:.10g} becomes {result}: {name} has the integers from {limits.min} to {limits.max}"
-        self._add(call, "precision loss", f"integers wrap around in {name}", why, "use a wider dtype, such as int64")
+        cause = Cause("rounded", why)
+        self.found(call, "precision loss", cause, f"integers wrap around in {name}", "use a wider dtype, such as int64")
 
     def _check_distinct(self, call: Call, output: Tensor, source: Tensor | None) -> None:
         """Check that values which differ are not equal in a lower precision, unless they are activations."""
@@ -80,14 +82,14 @@ class Casts(Check):
         first = 2.0 / torch.finfo(output.dtype).eps  # up to here, each integer has a number
         largest = max(-low, high) if math.isfinite(high - low) else largest_finite(output)
         has_offset = high - low < largest / 16
+        if source is not None and source.requires_grad:
+            return
         if largest < first and (source is None or source.itemsize <= output.itemsize or not has_offset):
             return
         values, distinct, kind = output.detach().reshape(-1), output.numel(), "integers"
         if source is not None:
             given, values = source.detach().reshape(-1)[:_MAX_ELEMENTS], values[:_MAX_ELEMENTS]
             distinct = given.unique().numel()
-            if source.requires_grad:
-                return
             if source.is_floating_point() and not bool((given == given.round()).all()):
                 is_data = call.module is None or any(ref() is source for ref in self.run.modules.inputs)
                 if not has_offset or not (source.dtype is torch.float64 or (is_data and torch.is_grad_enabled())):
@@ -96,17 +98,17 @@ class Casts(Check):
         remaining = values.unique().numel()
         if remaining >= distinct or (kind == "values" and 2 * remaining > distinct):
             return
-        is_loss = source is None or 2 * remaining <= distinct
-        spread = f"near {largest:.6g} the numbers of {name} are {largest * 2 / first:.2g} apart"
-        self._add(
-            call,
-            "precision loss" if is_loss else "note",
-            f"{distinct - remaining} of {distinct} {kind} become equal to others in {name}",
-            f"{name} holds each integer up to {first:g} only" if kind == "integers" else spread,
-            "subtract their offset in a wider dtype first"
-            if kind == "values"
-            else "make it in float32, and keep in float32 the numbers that are computed from it",
+        why, fix = (
+            f"{name} holds each integer up to {first:g} only",
+            "make it in float32, and keep in float32 the numbers ",
         )
+        fix += "that are computed from it"
+        if kind == "values":
+            why = f"near {largest:.6g} the numbers of {name} are {largest * 2 / first:.2g} apart"
+            fix = "subtract their offset in a wider dtype first"
+        what = f"{distinct - remaining} of {distinct} {kind} become equal to others in {name}"
+        grade: Grade = "precision loss" if source is None or 2 * remaining <= distinct else "note"
+        self.found(call, grade, Cause("rounded", why), what, fix)
 
     def _note_eps(self, call: Call, output: Tensor) -> None:
         """Add a finding for a divisor, or the argument of a root or a logarithm, whose eps is 0 in float16."""
@@ -114,14 +116,9 @@ class Casts(Check):
         guard = next((g for each in call.tensors[-1:] if base in _GUARDED and (g := self._guards.get(each))), None)
         if guard is not None:
             made, eps = guard
-            why = f"{eps:g} is 0 in float16, whose smallest number is 6e-08"
+            cause = Cause("rounded", f"{eps:g} is 0 in float16, whose smallest number is 6e-08")
             fix = "an eps of 1e-4 or more, or compute this line in float32"
-            self._add(made, "note", "an eps that keeps a number from 0 is 0 itself", why, fix)
+            self.found(made, "note", cause, "an eps that keeps a number from 0 is 0 itself", fix)
         eps = next((each for each in call.numbers if 0 < each <= _ZERO), 0.0)
         if eps and base in _GUARDS:
             self._guards.set(output, (call, eps))
-
-    def _add(self, call: Call, grade: Grade, what: str, why: str, fix: str) -> None:
-        finding = Finding(grade=grade, check=self.name, cause=Cause("rounded", why), what=what, fix=Fix(fix))
-        finding.place, finding.step = self.run.place(call), self.run.step
-        self.add(finding)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ampkit.containers import map_tensors
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix
+from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import facts_of
@@ -27,6 +27,7 @@ from ampkit.debugging.observe.rerun import run_in_float64
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque
 
+_FIX = "divide by scaler.get_scale() before this line; for gradients in .grad: scaler.unscale_(optimizer)"
 _SMALLEST_SCALE = 8.0  # smaller scales cannot be told from other numbers of the code
 _CHECKED_CALLS = 3  # calls of a line that run again; then one of 64
 _NEGLIGIBLE = 1e-2  # share of a result that a constant, such as an eps, may add
@@ -54,7 +55,7 @@ class ScaledNumbers(Check):
         super().__init__(run, add)
         self._scaled: StorageMap[_Scaled] = StorageMap()
         self._known: dict[Any, tuple[int, list[float]]] = {}  # calls that ran again, and the degrees of the results
-        self._reads: dict[tuple[int, int], Finding] = {}
+        self._reads: dict[tuple[int, int], tuple[Place, str, int]] = {}
         self._scale = 0.0  # 0: nothing is scaled
         self._scale_is_read = False  # by the program, which may divide by it
         self._clips = False  # `loop_order` reports gradients that are clipped while they are scaled
@@ -74,7 +75,8 @@ class ScaledNumbers(Check):
                 what = "gradients are divided by the loss scale before the scaler divides them"
                 if known.degree:
                     what = "gradients of a scaled loss are added to gradients of a loss that is not scaled"
-                self.add(self._finding(known.made, what, "the scaler divides all of them by the loss scale"))
+                why = "the scaler divides all of them by the loss scale"
+                self.found(known.made, "error", Cause("scaled", why), what, _FIX)
                 break
         yield
 
@@ -85,7 +87,8 @@ class ScaledNumbers(Check):
             known = None if is_opaque(root) else self._scaled.get(root)
             if known is not None and math.isfinite(known.degree) and known.degree not in (0, 1):
                 what = f"the loss is multiplied by the loss scale to the power of {known.degree:g}"
-                self.add(self._finding(known.made, what, "gradients in it were not divided by the loss scale"))
+                why = "gradients in it were not divided by the loss scale"
+                self.found(known.made, "error", Cause("scaled", why), what, _FIX)
 
     def operator_ran(self, call: Call) -> None:
         if call.phase == "scaler":
@@ -118,21 +121,21 @@ class ScaledNumbers(Check):
             return
         outputs = [each for each in facts.outputs(call.result, call.args, call.kwargs) if not is_opaque(each)]
         outputs = [each for each in outputs if each.is_floating_point() or each.is_complex()]
+        known = [None, *known[1:]] if facts.overwrites else known
         inputs = [each.degree if each else 0.0 for each in known]
-        if facts.overwrites:
-            inputs[0] = 0.0
         degrees = [0.0] * len(outputs)
         if not (facts.shape_only or facts.uninitialized) and any(inputs) and (outputs or facts.base in _COMPARISONS):
             degrees = self._degrees(call, inputs)
-        origin = next((each.made for each in known if each and each.degree not in (0, 1)), call)
+        by_user = _is_by_user(call)
+        origin = next((each.made for each in known if each and each.degree != 1), call)
         for output, degree in zip(outputs, degrees, strict=False):
-            if degree == 0 and facts.mutable and facts.base in _PRODUCTS and call.phase == "forward":
-                self._scaled.set(output, _Scaled(0.0, call))
-            elif degree == 0:
+            divides = (call.phase == "backward" and any(known)) or (
+                facts.mutable and facts.base in _PRODUCTS
+            )  # a gradient
+            if degree == 0 and not divides:
                 self._scaled.discard(output)
             else:
-                is_reported = degree == _MIXED and call.phase == "forward"
-                self._scaled.set(output, _Scaled(_UNKNOWN if is_reported else degree, origin))
+                self._scaled.set(output, _Scaled(_UNKNOWN if degree == _MIXED and by_user else degree, origin))
 
     def _degrees(self, call: Call, inputs: list[float]) -> list[float]:
         """Return the degrees of the results, and add a finding if one of them is mixed."""
@@ -147,17 +150,17 @@ class ScaledNumbers(Check):
             or facts.opaque_state
         ):
             return [_UNKNOWN] * count
-        is_forward = call.phase == "forward"
-        key = (call.site if is_forward else None, facts.name, tuple(inputs), call.numbers)
+        by_user = _is_by_user(call)
+        key = (call.site if by_user else None, facts.name, tuple(inputs), call.numbers)
         times, degrees = self._known.get(key, (0, []))
-        again = is_forward or (facts.base == "add" and 0.0 in inputs)
+        again = by_user or (facts.base == "add" and 0.0 in inputs)
         if times < (_CHECKED_CALLS if again else 1) or (again and times % 64 == 0):
-            before = degrees or [0.0 if is_forward else max(inputs)] * count
+            before = degrees or [0.0 if by_user else max(inputs)] * count
             degrees, evidence = self._computed(call, tensors)
             degrees = [old if new == _ZERO else new for old, new in zip(before, degrees, strict=False)]
-            if _MIXED in degrees and is_forward:
+            if _MIXED in degrees and by_user:
                 what = "numbers that carry the loss scale are combined with numbers that do not"
-                self.add(self._finding(call, what, evidence))
+                self.found(call, "error", Cause("scaled", evidence), what, _FIX)
         self._known[key] = times + 1, degrees
         return degrees
 
@@ -225,23 +228,17 @@ class ScaledNumbers(Check):
         if call.site not in self._reads and not re.search(_IS_FINITE, linecache.getline(*call.caller.line())):
             degree = f"the loss scale {self._scale:g}" + (f" to the power of {known.degree:g}" * (known.degree != 1))
             why = f"{float(call.tensors[0].detach()):.4g} is multiplied by {degree}"
-            self._reads[call.site] = self._finding(call, "the program reads a number that carries the loss scale", why)
+            self._reads[call.site] = self.run.place(call), why, self.run.step
 
     def ended(self) -> None:
-        for finding in self._reads.values():
-            if self._scale_is_read:  # it may divide by it afterwards
-                finding.grade = "note"
-            self.add(finding)
+        what = "the program reads a number that carries the loss scale"
+        grade: Grade = "note" if self._scale_is_read else "error"  # it may divide by the scale afterwards
+        for place, why, step in self._reads.values():
+            self.found(place, grade, Cause("scaled", why), what, _FIX, step=step)
 
-    def _finding(self, call: Call, what: str, why: str) -> Finding:
-        return Finding(
-            grade="error",
-            check=self.name,
-            cause=Cause("scaled", why),
-            what=what,
-            place=self.run.place(call),
-            fix=Fix(
-                "divide by scaler.get_scale() before this line; for gradients in .grad: scaler.unscale_(optimizer)"
-            ),
-            step=self.run.step,
-        )
+
+def _is_by_user(call: Call) -> bool:
+    """Return whether the program calls an operator itself: in forward, between steps, or in a hook of backward."""
+    return call.phase == "forward" or (
+        call.phase == "backward" and call.caller.code is not None and not call.caller.outside
+    )

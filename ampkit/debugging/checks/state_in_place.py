@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix
+from ampkit.debugging.finding import Cause
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.storage_map import StorageMap
@@ -66,14 +66,6 @@ class StateInPlace(Check):
     def _add(self, call: Call, target: Tensor, rounded_to: str, how: str) -> None:
         owner, name = self.run.state_name(target)
         dtype = dtype_name(target.dtype)
-        self.add(
-            Finding(
-                grade="error",
-                check=self.name,
-                cause=Cause("rounded", f"{name} is {dtype}, and its own values {how}"),
-                what=f"{owner} is rounded to {rounded_to} in place",
-                place=self.run.place(call),
-                fix=Fix(f"remove the cast: keep the values in {dtype}"),
-                step=self.run.step,
-            )
-        )
+        cause = Cause("rounded", f"{name} is {dtype}, and its own values {how}")
+        fix = f"remove the cast: keep the values in {dtype}"
+        self.found(call, "error", cause, f"{owner} is rounded to {rounded_to} in place", fix)

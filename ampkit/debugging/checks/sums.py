@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Finding, Fix
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_facts import converted_arguments, item_of, tensors_in
@@ -54,18 +54,6 @@ class _Sum:
     made: Call | None = None  # the call that made the tensor at first
 
 
-class _Drift(NamedTuple):
-    """How far a sum is from its value in float64."""
-
-    place: Place
-    made: Place | None
-    first: int
-    last: int
-    calls: int
-    share: float
-    text: str
-
-
 class Sums(Check):
     """Tracks a tensor in float64 from the second call on that adds to it.
 
@@ -78,7 +66,7 @@ class Sums(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._sums: StorageMap[_Sum] = StorageMap()
-        self._found: dict[Site, _Drift] = {}
+        self._found: dict[Site, tuple[float, Finding]] = {}  # the share of the added numbers that is missing
         self._accumulations: dict[Site, int] = {}  # calls of operators that accumulate
 
     def operator_ran(self, call: Call) -> None:
@@ -127,11 +115,9 @@ class Sums(Check):
         if _LARGE_ERROR < error < math.inf:
             place = self.run.place(call, output)
             why = f"the result is {error:.0%} off the same sums in float64: {place.dtype} has too few digits"
-            finding = Finding(grade="precision loss", check=self.name, cause=Cause("stagnating sum", why), what="")
-            finding.what = f"numbers are added up in {place.dtype} inside of one operator"
-            finding.fix = Fix("call it with float32 tensors, and cast the result")
-            finding.place, finding.step = place, self.run.step
-            self.add(finding)
+            what = f"numbers are added up in {place.dtype} inside of one operator"
+            fix = "call it with float32 tensors, and cast the result"
+            self.found(place, "precision loss", Cause("stagnating sum", why), what, fix)
 
     def _sum_of(self, tensor: Tensor) -> _Sum | None:
         known = self._sums.get(tensor)
@@ -178,45 +164,37 @@ class Sums(Check):
         return result
 
     def _note(self, call: Call, output: Tensor, now: _Sum, value: Tensor, drift: float) -> None:
-        known = self._found.get(call.site)
-        share = drift / now.moved if now.moved else 0.0
-        if known is not None and known.share > share and known.calls > now.calls:
+        share, known = drift / now.moved if now.moved else 0.0, self._found.get(call.site)
+        if known is not None and known[0] > share and known[1].times > now.calls:
             return
         assert now.exact is not None
+        place, made = self.run.place(call, output), None if now.made is None else self.run.place(now.made)
+        text = f"{min(share, 1.0):.0%} of the numbers that were added is missing"
         if output.numel() == 1:
             text = f"it is {float(value):.6g}, and {float(now.exact):.6g} with the same numbers in float64"
-        else:
-            text = f"{min(share, 1.0):.0%} of the numbers that were added is missing"
-        first = self.run.step if known is None else known.first
-        made = None if now.made is None else self.run.place(now.made)
-        place = self.run.place(call, output)
-        self._found[call.site] = _Drift(place, made, first, self.run.step, now.calls, share, text)
+        text += f", after {now.calls} calls: {place.dtype} has too few digits"
+        if made is not None:
+            text += f"; it is made at {made.file}:{made.line}"
+        finding = Finding(
+            grade="precision loss",
+            check=self.name,
+            cause=Cause("stagnating sum", text),
+            what=f"a sum in {place.dtype} does not take up the numbers that are added",
+            place=place,
+            producer=made,
+            fix=Fix("keep it in float32 from where it is made (in float64 beyond 16,777,216)"),
+            step=self.run.step if known is None else known[1].step,
+            last=self.run.step,
+            times=now.calls,
+        )
+        self._found[call.site] = share, finding
 
     def ended(self) -> None:
-        worst: dict[tuple[str, int], _Drift] = {}
-        for drift in self._found.values():
-            known = worst.get(drift.place.site)
-            if known is None or drift.calls > known.calls:
-                worst[drift.place.site] = drift
-        for drift in worst.values():
-            dtype, made = drift.place.dtype, drift.made
-            text = f"{drift.text}, after {drift.calls} calls: {dtype} has too few digits"
-            if made is not None:
-                text += f"; it is made at {made.file}:{made.line}"
-            self.add(
-                Finding(
-                    grade="precision loss",
-                    check=self.name,
-                    cause=Cause("stagnating sum", text),
-                    what=f"a sum in {dtype} does not take up the numbers that are added",
-                    place=drift.place,
-                    producer=made,
-                    fix=Fix("keep it in float32 from where it is made (in float64 beyond 16,777,216)"),
-                    step=drift.first,
-                    last=drift.last,
-                    times=drift.calls,
-                )
-            )
+        worst: dict[tuple[str, int], Finding] = {}  # by line
+        for _, finding in sorted(self._found.values(), key=lambda each: each[1].times):
+            worst[finding.place.site] = finding
+        for finding in worst.values():
+            self.add(finding)
 
 
 def _exact(call: Call, args: Any, kwargs: Any, widened: Callable[[Tensor], Tensor]) -> Tensor | None:
