@@ -28,7 +28,7 @@ from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque
 
 _FIX = "divide by scaler.get_scale() before this line; for gradients in .grad: scaler.unscale_(optimizer)"
-_SMALLEST_SCALE = 8.0  # smaller scales cannot be told from other numbers of the code
+_SMALLEST_SCALE = 256.0  # smaller scales cannot be told from other numbers of the code
 _CHECKED_CALLS = 3  # calls of a line that run again; then one of 64
 _NEGLIGIBLE = 1e-2  # share of a result that a constant, such as an eps, may add
 _UNKNOWN = math.nan  # a degree
@@ -58,12 +58,15 @@ class ScaledNumbers(Check):
         self._reads: dict[tuple[int, int], tuple[Place, str, int]] = {}
         self._scale = 0.0  # 0: nothing is scaled
         self._scale_is_read = False  # by the program, which may divide by it
+        self._is_mixed = False  # a finding explains gradients that are
         self._clips = False  # `loop_order` reports gradients that are clipped while they are scaled
 
     def clip(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         self._clips = True
-        yield
-        self._clips = False
+        try:
+            yield
+        finally:
+            self._clips = False
 
     read_norm = clip
 
@@ -71,7 +74,7 @@ class ScaledNumbers(Check):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         for gradient in gradients if scaler.is_enabled() else ():
             known = None if gradient is None or is_opaque(gradient) else self._scaled.get(gradient)
-            if known is not None and known.degree in (0, _MIXED):
+            if known is not None and (known.degree == 0 or (known.degree == _MIXED and not self._is_mixed)):
                 what = "gradients are divided by the loss scale before the scaler divides them"
                 if known.degree:
                     what = "gradients of a scaled loss are added to gradients of a loss that is not scaled"
@@ -99,7 +102,7 @@ class ScaledNumbers(Check):
                 self._follow(call, known)
 
     def _note_scaler(self, call: Call) -> None:
-        if call.caller.scaling and call.facts.base == "mul":
+        if call.caller.scaling and call.facts.base == "mul" and len(call.tensors) == 2:
             loss, scale = call.tensors
             known = self._scaled.get(loss)
             self._scale = self.run.scale or 0.0
@@ -127,12 +130,10 @@ class ScaledNumbers(Check):
         if not (facts.shape_only or facts.uninitialized) and any(inputs) and (outputs or facts.base in _COMPARISONS):
             degrees = self._degrees(call, inputs)
         by_user = _is_by_user(call)
+        is_gradient = (facts.mutable and facts.base in _PRODUCTS) or (call.phase == "backward" and any(known))
         origin = next((each.made for each in known if each and each.degree != 1), call)
         for output, degree in zip(outputs, degrees, strict=False):
-            divides = (call.phase == "backward" and any(known)) or (
-                facts.mutable and facts.base in _PRODUCTS
-            )  # a gradient
-            if degree == 0 and not divides:
+            if degree == 0 and not is_gradient:
                 self._scaled.discard(output)
             else:
                 self._scaled.set(output, _Scaled(_UNKNOWN if degree == _MIXED and by_user else degree, origin))
@@ -142,16 +143,12 @@ class ScaledNumbers(Check):
         facts, args = call.facts, (call.args, call.kwargs)
         tensors = {id(tensor): degree for tensor, degree in zip(call.tensors, inputs, strict=True)}
         count = max(1, len(facts.outputs(call.result, *args)))
-        if (
-            not all(map(math.isfinite, inputs))
-            or self._clips
-            or facts.random
-            or facts.communicates
-            or facts.opaque_state
-        ):
-            return [_UNKNOWN] * count
+        not_again = facts.random or facts.communicates or facts.opaque_state
+        if self._clips or not_again or not all(map(math.isfinite, inputs)):
+            return [_MIXED if _MIXED in inputs else _UNKNOWN] * count
         by_user = _is_by_user(call)
-        key = (call.site if by_user else None, facts.name, tuple(inputs), call.numbers)
+        numbers = tuple(map(self._degree_of, call.numbers)) if facts.base in _PRODUCTS else call.numbers
+        key = (call.site if by_user else None, facts.name, tuple(inputs), numbers)
         times, degrees = self._known.get(key, (0, []))
         again = by_user or (facts.base == "add" and 0.0 in inputs)
         if times < (_CHECKED_CALLS if again else 1) or (again and times % 64 == 0):
@@ -159,6 +156,7 @@ class ScaledNumbers(Check):
             degrees, evidence = self._computed(call, tensors)
             degrees = [old if new == _ZERO else new for old, new in zip(before, degrees, strict=False)]
             if _MIXED in degrees and by_user:
+                self._is_mixed = True
                 what = "numbers that carry the loss scale are combined with numbers that do not"
                 self.found(call, "error", Cause("scaled", evidence), what, _FIX)
         self._known[key] = times + 1, degrees
