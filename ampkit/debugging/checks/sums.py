@@ -80,14 +80,15 @@ class Sums(Check):
                 elif call.facts.mutable:
                     self._sums.discard(output)
             return
+        is_activation = torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors)
+        if is_activation and any(output.numel() > 1 for output in outputs):
+            return  # a residual stream does not accumulate across steps
         args, kwargs = call.arguments()
         if base.startswith("_foreach_"):
             index = max(range(len(outputs)), key=lambda i: outputs[i].numel())
             (args, kwargs), outputs = item_of((args, kwargs), index, len(outputs)), [outputs[index]]
         output = outputs[0]
         operands = tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
-        if output.numel() > 1 and torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-            return  # activations: a residual stream does not accumulate across steps
         sources = {id(each): self._sum_of(each) for each in operands}
         if call.facts.mutable and operands and "out" not in kwargs:
             sources[id(operands[0])] = self._sum_of(output)  # the operand that is written was copied
