@@ -15,6 +15,7 @@ from ampkit.debugging.finding import Finding
 
 IDS = torch.arange(300)
 TIMES = torch.arange(64, dtype=torch.float64) * 10 + 1.7e9
+COARSE = torch.from_numpy(TIMES.numpy().astype("float32"))  # a cast that torch does not do
 IMAGE = torch.arange(256, dtype=torch.uint8)
 
 
@@ -63,6 +64,8 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "large ids in float32": (lambda: (torch.arange(64) + 2**27).float(), "precision loss"),
     "offsets in half": (lambda: (torch.arange(64) / 64 + 1000).half(), "precision loss"),
     "an eps of 0": (lambda: guarded(torch.float16, 1e-8), "note"),
+    "differences of data": (lambda: COARSE - COARSE.flip(0), "precision loss"),
+    "pressures in bfloat16": (lambda: (torch.randn(64) * 5 + 1013).requires_grad_().bfloat16() * 2, "precision loss"),
     "weights replaced": (lambda: replaced(lambda model: model.bfloat16().float()), "error"),
     "weights copied": (
         lambda: replaced(lambda m: m.load_state_dict({k: v.half() for k, v in m.state_dict().items()})),
@@ -84,6 +87,8 @@ SILENT: dict[str, Callable[[], Any]] = {
         (1 + 0.1 * torch.randn(4096)).bfloat16(),
     ),
     "differences of timestamps": lambda: (TIMES - TIMES[0]).float(),
+    "large numbers": lambda: (torch.randn(64) * 1e4).bfloat16() - (torch.rand(64) * 1e9).bfloat16(),
+    "a constant": lambda: torch.full((64,), 1e9) - torch.full((64,), 1e9),
     "float64 to float32": lambda: (
         torch.randn(4096, dtype=torch.float64).float(),
         torch.linspace(0, 1, 4096).double().float(),

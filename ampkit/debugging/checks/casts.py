@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Grade
+from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.rerun import exact_results
 from ampkit.debugging.observe.storage_map import StorageMap
-from ampkit.debugging.observe.tensor_values import largest_finite
+from ampkit.debugging.observe.tensor_values import extremes, largest_finite
 from ampkit.debugging.torch_private import is_opaque
-from ampkit.dtypes import dtype_name
+from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
 _CHECKED_CALLS = 3  # calls of a line that are checked; then one of 64
 _MAX_ELEMENTS = 4096  # the most elements whose values are compared
+_MANY = 32  # values that are expected to differ
 _CASTS = frozenset({"_to_copy", "copy"})
 _RANGES = frozenset({"arange", "cumsum"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "rsub"})
@@ -35,7 +36,9 @@ class Casts(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._calls: dict[tuple[int, int], int] = {}
+        self._coarse: StorageMap[bool] = StorageMap()  # results that lie on few numbers
         self._guards: StorageMap[tuple[Call, float]] = StorageMap()  # results with an eps that is 0
+        self._eps: dict[tuple[int, int], tuple[Place, float, int] | None] = {}  # None: `nonfinite` reports it
 
     def operator_ran(self, call: Call) -> None:
         base, output = call.facts.base, call.result
@@ -43,6 +46,8 @@ class Casts(Check):
             return
         if output.dtype is torch.float16:
             self._note_eps(call, output)
+        if call.ranges:
+            self._check_spacing(call, output)
         is_integer = not output.dtype.is_floating_point and output.dtype not in (torch.bool, torch.int64)
         if base in _CASTS or base in _RANGES or (base in _ARITHMETIC and is_integer and output.itemsize <= 2):
             calls = self._calls[call.site] = self._calls.get(call.site, 0) + 1
@@ -105,20 +110,58 @@ class Casts(Check):
         fix += "that are computed from it"
         if kind == "values":
             why = f"near {largest:.6g} the numbers of {name} are {largest * 2 / first:.2g} apart"
-            fix = "subtract their offset in a wider dtype first"
+            fix = "compute them in float32, or subtract their offset in a wider dtype first"
         what = f"{distinct - remaining} of {distinct} {kind} become equal to others in {name}"
         grade: Grade = "precision loss" if source is None or 2 * remaining <= distinct else "note"
         self.found(call, grade, Cause("rounded", why), what, fix)
 
+    def _check_spacing(self, call: Call, output: Tensor) -> None:
+        """Check that 16-bit results, and data that is subtracted, do not lie on a few numbers far from 0."""
+        low, high = call.ranges[0]
+        coarse = [(output, low, high)] if output.dtype in SIXTEEN_BIT and _is_coarse(output, low, high) else []
+        if call.facts.base == "sub":
+            data = [each for each in call.tensors if each.is_floating_point() and each.numel() > 1]
+            ranges = [(each, *extremes(each)) for each in data if not each.requires_grad]
+            coarse += [each for each in ranges if _is_coarse(*each)]
+        known = any(self._coarse.get(each) for each in call.tensors)
+        for tensor, low, high in coarse:
+            self._coarse.set(tensor, True)
+            if not known:
+                eps, name = torch.finfo(tensor.dtype).eps, dtype_name(tensor.dtype)
+                apart = eps * 2.0 ** math.floor(math.log2(max(-low, high)))
+                cause = Cause(
+                    "rounded", f"they are from {low:.10g} to {high:.10g}, where {name} has a number each {apart:.3g}"
+                )
+                fix = "compute them in float32, or subtract their offset in a wider dtype first"
+                self.found(
+                    call,
+                    "precision loss",
+                    cause,
+                    f"values lie on at most {(high - low) / apart + 1:.0f} numbers of {name}",
+                    fix,
+                )
+
     def _note_eps(self, call: Call, output: Tensor) -> None:
-        """Add a finding for a divisor, or the argument of a root or a logarithm, whose eps is 0 in float16."""
+        """Note a divisor, or the argument of a root or a logarithm, whose eps is 0 in float16."""
         base = call.facts.base
         guard = next((g for each in call.tensors[-1:] if base in _GUARDED and (g := self._guards.get(each))), None)
         if guard is not None:
             made, eps = guard
-            cause = Cause("rounded", f"{eps:g} is 0 in float16, whose smallest number is 6e-08")
-            fix = "an eps of 1e-4 or more, or compute this line in float32"
-            self.found(made, "note", cause, "an eps that keeps a number from 0 is 0 itself", fix)
+            is_finite = not call.ranges or math.isfinite(sum(call.ranges[0]))
+            if not is_finite or made.site not in self._eps:
+                self._eps[made.site] = (self.run.place(made), eps, self.run.step) if is_finite else None
         eps = next((each for each in call.numbers if 0 < each <= _ZERO), 0.0)
         if eps and base in _GUARDS:
             self._guards.set(output, (call, eps))
+
+    def ended(self) -> None:
+        for place, eps, step in filter(None, self._eps.values()):
+            cause = Cause("rounded", f"{eps:g} is 0 in float16, whose smallest number is 6e-08")
+            fix = "an eps of 1e-4 or more, or compute this line in float32"
+            self.found(place, "note", cause, "an eps that keeps a number from 0 is 0 itself", fix, step=step)
+
+
+def _is_coarse(tensor: Tensor, low: float, high: float) -> bool:
+    """Return whether values differ by a few spacings of their dtype, and are larger than the integers that it holds."""
+    eps, largest = torch.finfo(tensor.dtype).eps, max(-low, high)
+    return tensor.numel() >= _MANY and 2 / eps <= largest < math.inf and 0 < high - low <= 8 * eps * largest
