@@ -34,6 +34,7 @@ _NEGLIGIBLE = 1e-2  # share of a result that a constant, such as an eps, may add
 _UNKNOWN = math.nan  # a degree
 _MIXED = math.inf  # a degree: scaled numbers and others
 _IS_FINITE = "isfinite|isnan|isinf"  # a line that reads a number for this may read a scaled one
+_LEAF = 2**63  # from here on, sequence numbers of nodes are those of parameters
 _ZERO = -math.inf  # a degree: the result is 0 with any
 _COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
 _PRODUCTS = frozenset({"mul", "div", "_foreach_mul", "_foreach_div"})
@@ -124,19 +125,27 @@ class ScaledNumbers(Check):
             return
         outputs = [each for each in facts.outputs(call.result, call.args, call.kwargs) if not is_opaque(each)]
         outputs = [each for each in outputs if each.is_floating_point() or each.is_complex()]
-        known = [None, *known[1:]] if facts.overwrites else known
+        if facts.overwrites:
+            known = [None, *known[1:]]
+            if not any(known) and outputs and outputs[0].nbytes < outputs[0].untyped_storage().nbytes():
+                return  # the rest of the storage keeps its numbers
         inputs = [each.degree if each else 0.0 for each in known]
+        is_new = facts.shape_only or facts.uninitialized
         degrees = [0.0] * len(outputs)
-        if not (facts.shape_only or facts.uninitialized) and any(inputs) and (outputs or facts.base in _COMPARISONS):
+        if any(inputs) and not is_new and (outputs or facts.base in _COMPARISONS):
             degrees = self._degrees(call, inputs)
         by_user = _is_by_user(call)
-        is_gradient = (facts.mutable and facts.base in _PRODUCTS) or (call.phase == "backward" and any(known))
+        # A gradient that has lost the scale: in place, in a hook, or one that comes from such a gradient.
+        lost = (facts.mutable and facts.base in _PRODUCTS) or (
+            call.phase == "backward" and (by_user or not any(inputs))
+        )
         origin = next((each.made for each in known if each and each.degree != 1), call)
         for output, degree in zip(outputs, degrees, strict=False):
-            if degree == 0 and not is_gradient:
+            if degree == 0 and (is_new or not lost or not any(known)):
                 self._scaled.discard(output)
             else:
-                self._scaled.set(output, _Scaled(_UNKNOWN if degree == _MIXED and by_user else degree, origin))
+                is_sum = degree == _MIXED and (call.backward_number or 0) >= _LEAF  # the gradient of a parameter
+                self._scaled.set(output, _Scaled(degree if is_sum or degree != _MIXED else _UNKNOWN, origin))
 
     def _degrees(self, call: Call, inputs: list[float]) -> list[float]:
         """Return the degrees of the results, and add a finding if one of them is mixed."""
