@@ -115,6 +115,7 @@ class Examination:
             check.ended()
             report.not_checked += check.not_checked()
         self._note_skips()
+        self._note_consequences()
         if not run.loop.optimizers and not report.steps > 1:
             report.not_checked.append("changes between steps: no optimizer stepped, so the run counts as one step")
 
@@ -197,6 +198,16 @@ class Examination:
             return
         most = max(report.skipped, key=lambda each: each.times)
         self._add(replace(most, grade="precision loss", what=f"{text}: {most.what}", fix=Fix(advice(most))))
+
+    def _note_consequences(self) -> None:
+        """Make a note of each overflow in steps after an error that changes the state of the training."""
+        changes = [each for each in self.report.findings if each.check in ("state in place", "scaled numbers")]
+        for finding in self.report.nonfinite:
+            before = next((each for each in changes if each.grade == "error" and each.step < finding.step), None)
+            if before is not None and finding.kind in ("overflow", "intermediate"):
+                finding.grade = "note"
+                text = f"{finding.cause.text}; it may follow from the error at {before.place.file}:{before.place.line}"
+                finding.cause = replace(finding.cause, text=text)
 
 
 def examine(step: Callable[[], Any], model: Module, *, steps: int = 4, state: Iterable[Any] = ()) -> Report:

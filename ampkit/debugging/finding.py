@@ -149,6 +149,10 @@ class Finding:
         """Return whether another finding is the same problem at the same place, whatever its numbers are."""
         if self.check == other.check == "nonfinite" and self.place.file and self.place.site == other.place.site:
             return True  # as of forward and backward of an operator
+        casts = {self.place.op, other.place.op} <= {"aten::_to_copy", "aten::copy_"}
+        if casts and self.place.file and "nonfinite" not in (self.check, other.check):
+            keys = ("file", "line", "phase", "backward_of")  # one fault, whatever the cast does to the values
+            return all(getattr(self.place, key) == getattr(other.place, key) for key in keys)
         if (self.check, self.kind) != (other.check, other.kind):
             return False
         if not self.place.file and not self.place.op:

@@ -80,6 +80,8 @@ def test_ranks_that_outlive_their_group_end(tmp_path: Path) -> None:
             each.kill()
     assert [each.returncode for each in ranks] == [0, 0]
     assert all("no problems found" in text for text in printed)
+
+
 def replicas(rank: int, world: int, program: str) -> list[tuple[str, str, int]]:
     """Ranks with batches of their own train one model; the second takes fewer steps."""
     torch.manual_seed(rank if "initial" in program or "alone" in program else 0)

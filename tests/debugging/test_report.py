@@ -158,3 +158,13 @@ def test_bad_input(debug: Command, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         debug("--from-step", "-1", "4", "9")
     assert "'-1' is not a number of steps" in capsys.readouterr().err
+
+
+def test_a_cast_is_one_finding_for_all_checks() -> None:
+    """State that is rounded in place also becomes 0 in the cast; in backward the same line is another fault."""
+    report = Report()
+    each = ("zeros", "_to_copy", "forward"), ("state in place", "copy_", "forward"), ("zeros", "_to_copy", "backward")
+    for check, op, phase in each:
+        place = Place("train.py", 3, f"aten::{op}", phase=phase)
+        report.add(Finding(grade="error", check=check, cause=Cause("rounded"), what=check, place=place))
+    assert [each.place.phase for each in report.findings] == ["forward", "backward"]

@@ -5,16 +5,17 @@
 | `LoopOrder` | calls of scaler, backward, clipping, optimizer and scheduler in the wrong order | `loop_order` |
 | `NonFinite` | the operator where inf and NaN begin, and why | `nonfinite`, with the four files below |
 | `Zeros` | results, and casts in hooks, that rounding turns into 0 | `zeros` |
-| `Integers` | positions and counts that become equal in 16 bits | `integers` |
-| `Sums` | sums, counts and averages that stop growing | `sums` |
+| `Casts` | values that a dtype cannot hold: integers that wrap around, values that become equal | `casts` |
+| `Sums` | sums, counts and averages that stop growing, and operators that add up in 16 bits | `sums` |
 | `StaleCasts` | casts older than their weight | `stale_casts` |
-| `StateInPlace` | float32 state that is rounded in place | `state_in_place` |
+| `StateInPlace` | float32 state that is rounded in place, or replaced | `state_in_place` |
+| `ScaledNumbers` | numbers that carry the loss scale, and are used as if they did not | `scaled_numbers` |
 | `Updates` | parameters whose gradient is 0, or whose updates in 16 bits are rounded away | `updates` |
 | `Unchanged` | steps that change nothing | `unchanged` |
 | `Trained` | gradients that no optimizer uses, and optimizers without gradients | `trained` |
 | `Clipping` | clipping of nothing | `clipping` |
 | `Replicas` | replicated parameters that differ on several ranks | `replicas` |
-| `Linearity` | hooks and custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
+| `Linearity` | custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
 | `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
 
 `NonFinite` uses `data` (values that came with the data), `origins` (which non-finite values of a step are errors),
@@ -22,14 +23,15 @@
 a check, write a subclass of `Check` and add it to the list; to remove one, delete its file and its entry.
 """
 
+from ampkit.debugging.checks.casts import Casts
 from ampkit.debugging.checks.check import Check
 from ampkit.debugging.checks.clipping import Clipping
-from ampkit.debugging.checks.integers import Integers
 from ampkit.debugging.checks.linearity import Linearity
 from ampkit.debugging.checks.loop_order import LoopOrder
 from ampkit.debugging.checks.nonfinite import NonFinite
 from ampkit.debugging.checks.precision import Precision
 from ampkit.debugging.checks.replicas import Replicas
+from ampkit.debugging.checks.scaled_numbers import ScaledNumbers
 from ampkit.debugging.checks.stale_casts import StaleCasts
 from ampkit.debugging.checks.state_in_place import StateInPlace
 from ampkit.debugging.checks.sums import Sums
@@ -42,10 +44,11 @@ CHECKS: tuple[type[Check], ...] = (
     LoopOrder,
     NonFinite,
     Zeros,
-    Integers,
+    Casts,
     Sums,
     StaleCasts,
     StateInPlace,
+    ScaledNumbers,
     Updates,
     Unchanged,
     Trained,

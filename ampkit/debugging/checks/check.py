@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 
@@ -36,6 +37,12 @@ class Check:
     def __init__(self, run: Observer, add: Add) -> None:
         self.run, self.add = run, add
         self.active = True
+
+    def found(self, at: Call | Place, grade: Grade, cause: Cause, what: str, fix: str, **fields: Any) -> None:
+        """Add a finding of this step."""
+        place = self.run.place(at) if isinstance(at, Call) else at
+        values: dict[str, Any] = {"place": place, "fix": Fix(fix), "step": self.run.step, **fields}
+        self.add(Finding(grade=grade, check=self.name, cause=cause, what=what, **values))
 
     def opened(self, stack: ExitStack) -> None:
         """Register hooks, which `stack` removes."""

@@ -1,9 +1,8 @@
-"""Custom functions and hooks of a backward whose gradient does not follow the gradient that comes in.
+"""Custom functions whose gradient does not follow the gradient that comes in.
 
-Backward is linear: 0 gives 0, and twice the gradient gives twice as much. Torch's own operators are linear. A custom
-function that returns a gradient which it computed in forward, or a hook that clips, is not, and its gradient is wrong
-whenever a loss is scaled, divided or weighted. Each of them is tried when it runs, with 0, 1 and 2 times the incoming
-gradient.
+Backward is linear: 0 gives 0. Torch's own operators are linear. A custom function that returns a gradient which it
+computed in forward is not, and its gradient is wrong whenever a loss is scaled, divided or weighted. Each of them is
+tried when it runs, with its incoming gradient and with 0.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import functools
 import inspect
 import math
 import textwrap
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import CodeType
 from typing import Any, NamedTuple
@@ -24,32 +22,28 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Place
 from ampkit.debugging.observe.autograd_graph import leaves_from, nodes_from
 from ampkit.debugging.observe.call_sites import relative
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_properties import tensors_in
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.snapshot import generators
-from ampkit.debugging.torch_private import is_opaque, node_name, node_sequence_number, set_version
+from ampkit.debugging.torch_private import is_opaque, node_sequence_number, set_version
 from ampkit.torch_private import local_tensors
 from ampkit.user_code import is_library
 
-_SUBLINEAR = 0.99  # a gradient that grows by less than this share of the factor is clipped or normalized
-_SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal  # smaller numbers may be rounded much in float16
-
 
 class _Nonlinear(NamedTuple):
-    """How a function or hook is not linear."""
+    """How a function is not linear."""
 
-    kind: str  # "not scaled" or "clipped"
-    share: float  # of the norm of its gradient that does not follow; or its growth when the incoming one doubles
+    share: float  # of the norm of its gradient that does not follow
     whole: bool  # nothing that it returns follows
     results: list[bool]  # which of its results
 
 
 class Linearity(Check):
-    """Tries each custom function and hook that runs in a chosen step."""
+    """Tries each custom function that runs in a chosen step."""
 
     name = "linearity"
     is_expensive = True
@@ -61,20 +55,6 @@ class Linearity(Check):
         self._handles: list[Any] = []
 
     def opened(self, stack: ExitStack) -> None:
-        """Have hooks that are registered from now on tried when they run, and those of parameters."""
-        register = Tensor.register_hook
-        parameters = [p for root in self.run.modules.roots() for p in root.parameters()]
-        tables = [(table, dict(table), p) for p in parameters if (table := p._backward_hooks)]
-
-        def restore() -> None:
-            Tensor.register_hook = register  # type: ignore[method-assign]
-            for table, hooks, _ in tables:
-                table.update({key: hook for key, hook in hooks.items() if key in table})
-
-        for table, hooks, parameter in tables:
-            table.update({key: self._wrapped(parameter, hook) for key, hook in hooks.items()})
-        Tensor.register_hook = lambda tensor, hook: register(tensor, self._wrapped(tensor, hook))  # type: ignore
-        stack.callback(restore)
         stack.callback(self._remove_handles)
 
     def step_chosen(self, chosen: bool) -> None:
@@ -88,68 +68,32 @@ class Linearity(Check):
         self._remove_handles()
         for node in nodes_from(root.grad_fn for root in roots) if self.active else ():
             if isinstance(node, BackwardCFunction) and _code_of(node) is not None:
-                self._handles.append(node.register_prehook(functools.partial(self._try_function, node)))
+                self._handles.append(node.register_prehook(functools.partial(self._try, node)))
 
     def _remove_handles(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def _wrapped(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return a hook that tries another hook before it runs."""
-        node: Any = tensor.grad_fn
-        owner = "the parameter" if node is None else f"the result of {node_name(node).rstrip('0123456789')}"
-        leaves = [*map(weakref.ref, leaves_from([node]) if node else [tensor])]
-
-        code = getattr(inspect.unwrap(getattr(hook, "func", hook)), "__code__", None)
-        if code is not None and is_library(code.co_filename):
-            return hook  # those of DDP and FSDP communicate
-
-        @functools.wraps(hook)
-        def tried(gradient: Tensor) -> Any:
-            if self.active and not self._trying and isinstance(gradient, Tensor):
-                with self.run.silently():
-                    found = self._tried(lambda received: [hook(*received)], [gradient], is_hook=True)
-                if found is not None:
-                    reached = [each for ref in leaves if (each := ref()) is not None]
-                    self._add(found, f"a hook on {owner.removesuffix('Backward')}", code, reached)
-            return hook(gradient)
-
-        return tried
-
-    def _try_function(self, node: Any, received: tuple[Any, ...]) -> None:
-        if not self._trying:
-            with self.run.silently():
-                self._try(node, received)
-
     def _try(self, node: Any, received: tuple[Any, ...]) -> None:
+        if self._trying:
+            return
         given = [
             torch.zeros(like.shape, dtype=like.dtype, device=like.device) if gradient is None else gradient
             for gradient, like in zip(received, node._input_metadata, strict=True)
         ]
-        saved = _Saved(node)
-        found = self._tried(lambda each: _listed(node.apply(*each)), given, saved.restore)
-        if found is not None:
-            name = type(node)._forward_cls.__qualname__.rpartition(".<locals>.")[2]
-            # `results` has an entry for each argument, `next_functions` for each tensor: None if it needs no gradient.
-            nodes = [following for following, _ in node.next_functions if following is not None]
-            needed = [wrong for wrong, need in zip(found.results, node.needs_input_grad, strict=False) if need]
-            following = [each for each, wrong in zip(nodes, needed, strict=False) if wrong]
-            ones = len(received) == 1 and received[0] is not None and bool((received[0] == 1).all())
-            self._add(found, f"{name}.backward", _code_of(node), leaves_from(following), node, starts=ones)
+        with self.run.silently():
+            found = self._tried(node, given)
+            if found is not None:
+                ones = len(received) == 1 and received[0] is not None and bool((received[0] == 1).all())
+                self._add(found, node, starts=ones)
 
-    def _tried(
-        self,
-        run: Callable[[list[Tensor]], list[Any]],
-        received: list[Tensor],
-        restore: Callable[[], None] = lambda: None,
-        *,
-        is_hook: bool = False,
-    ) -> _Nonlinear | None:
-        """Run a function with 0, 1 and 2 times its gradients. Return how it is not linear; None if it is."""
+    def _tried(self, node: Any, received: list[Tensor]) -> _Nonlinear | None:
+        """Run a function with 0 and with its gradients. Return how it is not linear; None if it is."""
         if any(is_opaque(each) for each in received):
             return None
         # A first loss scale may overflow: any other gradient does.
         received = [each if bool(torch.isfinite(each).all()) else torch.ones_like(each) for each in received]
+        saved = _Saved(node)
         random = [(set_state, get_state()) for get_state, set_state in generators()]
         # A function that runs a backward of its own, as a checkpoint does, must not add to the gradients.
         gradients = [(p, p.grad) for root in self.run.modules.roots() for p in root.parameters()]
@@ -159,12 +103,10 @@ class Linearity(Check):
         self._trying = True
         try:
             with torch.no_grad():
-                for factor in (0.0, 1.0, 2.0):
-                    given = [each * factor for each in received]
-                    results = run(given)
-                    results = given if is_hook and results == [None] else results  # it may have written in place
-                    norms.append([_norm(each) for each in results])
-                    restore()
+                for factor in (0.0, 1.0):
+                    results = node.apply(*[each * factor for each in received])
+                    norms.append([_norm(each) for each in (results if isinstance(results, tuple) else [results])])
+                    saved.restore()
                     for set_state, state in random:
                         set_state(state)
         except Exception:  # of the user's code, which its own call will raise again
@@ -173,62 +115,38 @@ class Linearity(Check):
             self._trying = False
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-        zero, one, two = norms
-        constant = [each > 0 for each in zero]
-        if any(constant):
-            whole = all(z > 0.999 * o for z, o in zip(zero, one, strict=True) if o)
-            share = math.hypot(*zero) / max(math.hypot(*one), math.hypot(*zero))
-            return _Nonlinear("not scaled", share, whole, constant)
-        sizes = [each.numel() if isinstance(each, Tensor) else 0 for each in results]
-        clipped = [
-            _SMALLEST_NORMAL * math.sqrt(size) < o < math.inf and t < 2 * _SUBLINEAR * o
-            for o, t, size in zip(one, two, sizes, strict=True)
-        ]
-        return _Nonlinear("clipped", math.hypot(*two) / math.hypot(*one), False, clipped) if any(clipped) else None
+        zero, one = norms
+        if not any(zero):
+            return None
+        whole = all(z > 0.999 * o for z, o in zip(zero, one, strict=True) if o)
+        return _Nonlinear(math.hypot(*zero) / max(math.hypot(*one), math.hypot(*zero)), whole, [z > 0 for z in zero])
 
-    def _add(
-        self,
-        found: _Nonlinear,
-        function: str,
-        code: CodeType | None,
-        leaves: list[Tensor],
-        node: Any = None,
-        *,
-        starts: bool = False,
-    ) -> None:
-        """Add the finding of a function in words. `starts`: its incoming gradient is 1 throughout, as of a loss."""
-        is_clipped = found.kind == "clipped"
-        if not leaves or (is_clipped and not self._scaled):
+    def _add(self, found: _Nonlinear, node: Any, *, starts: bool) -> None:
+        """Add the finding of a function. `starts`: its incoming gradient is 1 throughout, as of a loss."""
+        # `results` has an entry for each argument, `next_functions` for each tensor: None if it needs no gradient.
+        nodes = [following for following, _ in node.next_functions if following is not None]
+        needed = [wrong for wrong, need in zip(found.results, node.needs_input_grad, strict=False) if need]
+        reached = leaves_from(each for each, wrong in zip(nodes, needed, strict=False) if wrong)
+        names = [self.run.name_of(each) or "an input" for each in reached]
+        if not names:
             return
-        names = [self.run.name_of(leaf) or "an input" for leaf in leaves]
-        what = f"the gradient of {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        if is_clipped:
-            what += " depends on the loss scale"
-            why = f"with twice the loss scale, the result of {function} is {found.share:.3g} times as large"
-            fix = "clip gradients after scaler.unscale_(optimizer), not in backward"
-        else:
-            what += (
-                " is not multiplied by the loss scale" if self._scaled else " does not follow the gradient of the loss"
-            )
-            share = "all" if found.whole else f"{found.share:.2g}"
-            why = f"{function} returns {share} of its gradient even if the incoming gradient is 0"
-            fix = "multiply by the incoming gradient: return grad_output * gradient"
-        forward = None if node is None else self.run.forward_with(node_sequence_number(node))
+        function = f"{type(node)._forward_cls.__qualname__.rpartition('.<locals>.')[2]}.backward"
+        forward, code = self.run.forward_with(node_sequence_number(node)), _code_of(node)
         place = Place() if forward is None else self.run.place(forward)
         file, line = place.site if code is None else _return_line(code)
+        why = (
+            f"{function} returns {'all' if found.whole else f'{found.share:.2g}'} of its gradient even if the incoming "
+        )
+        follows = "is not multiplied by the loss scale" if self._scaled else "does not follow the gradient of the loss"
         # A custom loss may return its gradient unchanged, if nothing scales or weights the loss.
         is_wrong = self._scaled or (found.whole and not starts)
-        self.add(
-            Finding(
-                grade="error" if is_wrong else "note",
-                check=self.name,
-                cause=Cause(found.kind, why),
-                what=what,
-                place=Place(file, line, function, place.module),
-                fix=Fix(fix),
-                step=self.run.step,
-            )
+        cause = Cause("not scaled", f"{why}gradient is 0")
+        what = f"the gradient of {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)} {follows}"
+        fix, at = (
+            "multiply by the incoming gradient: return grad_output * gradient",
+            Place(file, line, function, place.module),
         )
+        self.found(at, "error" if is_wrong else "note", cause, what, fix)
 
 
 class _Saved:
@@ -248,10 +166,6 @@ class _Saved:
             tensor.data.copy_(values)  # `data` has a version of its own
             if tensor._version != version:
                 set_version((tensor,), (version,))
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple) else [value]
 
 
 def _norm(value: Any) -> float:

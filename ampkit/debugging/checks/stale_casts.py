@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.call_sites import Caller
 from ampkit.debugging.observe.observer import Observer
@@ -69,32 +69,19 @@ class StaleCasts(Check):
                     cast = self._casts.get(tensor)
                     if cast is not None and cast.weight.written > cast.index and id(cast) not in self._found:
                         self._found.add(id(cast))
-                        self.add(self._finding(call, cast))
+                        self._add(call, cast)
                         return
 
-    def _finding(self, call: Call, cast: _Cast) -> Finding:
+    def _add(self, call: Call, cast: _Cast) -> None:
         place = self.run.place(call)
         weight = cast.weight.tensor()
         name = (weight is not None and self.run.name_of(weight)) or "a weight"
         if cast.region is None:
-            made = "{}:{}".format(*cast.caller.line())
-            return Finding(
-                grade="note",
-                check=self.name,
-                cause=Cause("stale cast", f"{name} was cast at {made}, and was changed since"),
-                what="a 16-bit copy of a weight is used that is older than the weight",
-                place=place,
-                fix=Fix("cast after each update, unless the old values are intended"),
-                step=self.run.step,
-            )
-        file, line = cast.region
+            cause = Cause("stale cast", "{} was cast at {}:{}, and was changed since".format(name, *cast.caller.line()))
+            what, fix = "a 16-bit copy of a weight is used that is older than the weight", "cast after each update, "
+            self.found(place, "note", cause, what, fix + "unless the old values are intended")
+            return
         why = "the region keeps its casts of the weights until it exits, and the optimizer steps inside of it: "
-        return Finding(
-            grade="error",
-            check=self.name,
-            cause=Cause("stale cast", f"{why}{place.op} at {place.file}:{place.line} reads an old {name}"),
-            what="the forward uses weights from before the last update",
-            place=Place(file, line, place.op, place.module),
-            fix=Fix("open the region in each step, around the forward only, or autocast(..., cache_enabled=False)"),
-            step=self.run.step,
-        )
+        cause = Cause("stale cast", f"{why}{place.op} at {place.file}:{place.line} reads an old {name}")
+        fix = "open the region in each step, around the forward only, or autocast(..., cache_enabled=False)"
+        self.found(Place(*cast.region), "error", cause, "the forward uses weights from before the last update", fix)

@@ -1,20 +1,21 @@
-"""Sums, counts and averages that stop growing: numbers are added to them that rounding removes."""
+"""Sums, counts and averages that stop growing: rounding removes the numbers that are added to them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Finding, Fix
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_properties import converted_arguments, item_of, tensors_in
+from ampkit.debugging.observe.rerun import float64_results
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT
 
@@ -24,6 +25,13 @@ _OPERATORS = frozenset(
     for name in ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv")
 ) | {"index_add", "scatter_add", "copy", "_to_copy", "clone"}
 _MOVES = ("copy", "_to_copy", "clone")
+# Operators that may add up in the dtype of their result.
+_ACCUMULATES = frozenset({"index_add", "index_put", "_index_put_impl", "scatter_add", "scatter_reduce", "cumsum"}) | {
+    "segment_reduce",
+    "embedding_dense_backward",
+    "_embedding_bag",
+}
+_LARGE_ERROR = 0.05  # of the result of such an operator, by 2-norm
 _MAX_ELEMENTS = 4096  # the most elements of a sum that are tracked in float64
 _MAX_FLOAT32 = 16  # of a sum in float32, which rounds only counters and totals away
 _MIN_CALLS = 8  # additions before a finding
@@ -46,18 +54,6 @@ class _Sum:
     made: Call | None = None  # the call that made the tensor at first
 
 
-class _Drift(NamedTuple):
-    """How far a sum is from its value in float64."""
-
-    place: Place
-    made: Place | None
-    first: int
-    last: int
-    calls: int
-    share: float
-    text: str
-
-
 class Sums(Check):
     """Tracks a tensor in float64 from the second call on that adds to it.
 
@@ -70,10 +66,13 @@ class Sums(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._sums: StorageMap[_Sum] = StorageMap()
-        self._found: dict[Site, _Drift] = {}
+        self._found: dict[Site, tuple[float, Finding]] = {}  # the share of the added numbers that is missing
+        self._accumulations: dict[Site, int] = {}  # calls of operators that accumulate
 
     def operator_ran(self, call: Call) -> None:
         outputs, base = call.outputs, call.op.base
+        if base in _ACCUMULATES and outputs and outputs[0].dtype in SIXTEEN_BIT:
+            self._check_accumulation(call, outputs[0])
         if call.phase != "forward" or base not in _OPERATORS or call.caller.code is None or not outputs:
             for output in outputs:
                 if call.phase == "forward" and (not call.tensors or call.op.literal or call.op.shape_only):
@@ -81,14 +80,15 @@ class Sums(Check):
                 elif call.op.mutable:
                     self._sums.discard(output)
             return
+        is_activation = torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors)
+        if is_activation and any(output.numel() > 1 for output in outputs):
+            return  # a residual stream does not accumulate across steps
         args, kwargs = call.arguments()
         if base.startswith("_foreach_"):
             index = max(range(len(outputs)), key=lambda i: outputs[i].numel())
             (args, kwargs), outputs = item_of((args, kwargs), index, len(outputs)), [outputs[index]]
         output = outputs[0]
         operands = tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
-        if output.numel() > 1 and torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-            return  # activations: a residual stream does not accumulate across steps
         sources = {id(each): self._sum_of(each) for each in operands}
         if call.op.mutable and operands and "out" not in kwargs:
             sources[id(operands[0])] = self._sum_of(output)  # the operand that is written was copied
@@ -105,6 +105,20 @@ class Sums(Check):
             self._sums.set(output, new)
             return
         self._sums.set(output, self._added(call, args, kwargs, output, tracked, sources))
+
+    def _check_accumulation(self, call: Call, output: Tensor) -> None:
+        """Compare the first call of a line, and then each that doubles their number, with float64."""
+        forward = None if call.backward_number is None else self.run.forward_with(call.backward_number)
+        site = call.site if forward is None else forward.site
+        calls = self._accumulations[site] = self._accumulations.get(site, 0) + 1
+        exact = float64_results(call) if calls & (calls - 1) == 0 else []
+        error = float((output.double() - exact[0]).norm() / exact[0].norm()) if exact else 0.0
+        if _LARGE_ERROR < error < math.inf:
+            place = self.run.place(call, output)
+            why = f"the result is {error:.0%} off the same sums in float64: {place.dtype} has too few digits"
+            what = f"numbers are added up in {place.dtype} inside of one operator"
+            fix = "call it with float32 tensors, and cast the result"
+            self.found(place, "precision loss", Cause("stagnating sum", why), what, fix)
 
     def _sum_of(self, tensor: Tensor) -> _Sum | None:
         known = self._sums.get(tensor)
@@ -151,45 +165,37 @@ class Sums(Check):
         return result
 
     def _note(self, call: Call, output: Tensor, now: _Sum, value: Tensor, drift: float) -> None:
-        known = self._found.get(call.site)
-        share = drift / now.moved if now.moved else 0.0
-        if known is not None and known.share > share and known.calls > now.calls:
+        share, known = drift / now.moved if now.moved else 0.0, self._found.get(call.site)
+        if known is not None and known[0] > share and known[1].times > now.calls:
             return
         assert now.exact is not None
+        place, made = self.run.place(call, output), None if now.made is None else self.run.place(now.made)
+        text = f"{min(share, 1.0):.0%} of the numbers that were added is missing"
         if output.numel() == 1:
             text = f"it is {float(value):.6g}, and {float(now.exact):.6g} with the same numbers in float64"
-        else:
-            text = f"{min(share, 1.0):.0%} of the numbers that were added is missing"
-        first = self.run.step if known is None else known.first
-        made = None if now.made is None else self.run.place(now.made)
-        place = self.run.place(call, output)
-        self._found[call.site] = _Drift(place, made, first, self.run.step, now.calls, share, text)
+        text += f", after {now.calls} calls: {place.dtype} has too few digits"
+        if made is not None:
+            text += f"; it is made at {made.file}:{made.line}"
+        finding = Finding(
+            grade="precision loss",
+            check=self.name,
+            cause=Cause("stagnating sum", text),
+            what=f"a sum in {place.dtype} does not take up the numbers that are added",
+            place=place,
+            producer=made,
+            fix=Fix("keep it in float32 from where it is made (in float64 beyond 16,777,216)"),
+            step=self.run.step if known is None else known[1].step,
+            last=self.run.step,
+            times=now.calls,
+        )
+        self._found[call.site] = share, finding
 
     def ended(self) -> None:
-        worst: dict[tuple[str, int], _Drift] = {}
-        for drift in self._found.values():
-            known = worst.get(drift.place.site)
-            if known is None or drift.calls > known.calls:
-                worst[drift.place.site] = drift
-        for drift in worst.values():
-            dtype, made = drift.place.dtype, drift.made
-            text = f"{drift.text}, after {drift.calls} calls: {dtype} has too few digits"
-            if made is not None:
-                text += f"; it is made at {made.file}:{made.line}"
-            self.add(
-                Finding(
-                    grade="precision loss",
-                    check=self.name,
-                    cause=Cause("stagnating sum", text),
-                    what=f"a sum in {dtype} does not take up the numbers that are added",
-                    place=drift.place,
-                    producer=made,
-                    fix=Fix("keep it in float32 from where it is made (in float64 beyond 16,777,216)"),
-                    step=drift.first,
-                    last=drift.last,
-                    times=drift.calls,
-                )
-            )
+        worst: dict[tuple[str, int], Finding] = {}  # by line
+        for _, finding in sorted(self._found.values(), key=lambda each: each[1].times):
+            worst[finding.place.site] = finding
+        for finding in worst.values():
+            self.add(finding)
 
 
 def _exact(call: Call, args: Any, kwargs: Any, widened: Callable[[Tensor], Tensor]) -> Tensor | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.rerun import float64_results
@@ -57,36 +56,23 @@ class Zeros(Check):
         if exact is None:
             return
         name = dtype_name(output.dtype)
+        nonzero, flushed = int((exact != 0).sum()), int((zeros & (exact != 0)).sum())
         if is_subnormal:
             error = float((output.double() - exact).norm() / exact.norm())
-            is_large = error > _LARGE_ERROR or (output.dtype is torch.bfloat16 and output.numel() > 1)
-            self._add(
-                call,
-                is_large,
-                f"a result is too small for {name}",
+            is_loss = error > _LARGE_ERROR or (output.dtype is torch.bfloat16 and output.numel() > 1)
+            what, fix = f"a result is too small for {name}", "compute this line in float32, or scale by less"
+            why = (
                 f"it underflows: its largest magnitude is {largest:.3g}, below {smallest:.3g} {name} loses digits, and "
-                f"the result is {error:.0%} off",
-                "compute this line in float32, or scale by less",
             )
+            why += f"the result is {error:.0%} off"
+        elif nonzero >= 2 and flushed >= 0.5 * nonzero:
+            is_loss, fix = flushed == nonzero, "compute this line in float32"
+            what = f"{'all' if is_loss else 'most'} of a result becomes 0 in {name}"
+            why = f"underflow: {flushed} of {nonzero} elements are below the smallest number of {name}; the largest is "
+            why += f"{float(exact.abs().max()):.3g}"
+        else:
             return
-        nonzero = int((exact != 0).sum())
-        flushed = int((zeros & (exact != 0)).sum())
-        if nonzero >= 2 and flushed >= 0.5 * nonzero:
-            self._add(
-                call,
-                flushed == nonzero,
-                f"{'all' if flushed == nonzero else 'most'} of a result becomes 0 in {name}",
-                f"underflow: {flushed} of {nonzero} elements are below the smallest number of {name}; the largest is "
-                f"{float(exact.abs().max()):.3g}",
-                "compute this line in float32",
-            )
-
-    def _add(self, call: Call, is_loss: bool, what: str, why: str, fix: str) -> None:
-        finding = Finding(
-            grade="precision loss" if is_loss else "note", check=self.name, cause=Cause("underflow", why), what=what
-        )
-        finding.place, finding.fix, finding.step = self.run.place(call), Fix(fix), self.run.step
-        self.add(finding)
+        self.found(call, "precision loss" if is_loss else "note", Cause("underflow", why), what, fix)
 
     def _note_hook(self, call: Call, source: Tensor, output: Tensor) -> None:
         """Note the error of a cast in a hook, or in a custom function's backward."""
@@ -107,11 +93,7 @@ class Zeros(Check):
             if len(large) >= _MIN_CASTS and 3 * len(large) > len(errors):
                 place = self._hook_places[site]
                 why = f"they underflow: they are below the smallest numbers of {place.dtype}"
-                fields: dict[str, Any] = {
-                    "what": f"gradients lose up to {max(large):.0%} by a cast to {place.dtype} in a hook",
-                    "cause": Cause("underflow", f"{why}, in {len(large)} of {len(errors)} casts"),
-                    "fix": Fix("remove the cast: keep gradients in float32 in the hook"),
-                }
-                self.add(
-                    Finding(grade="precision loss", check=self.name, place=place, last=self.run.step - 1, **fields)
-                )
+                cause = Cause("underflow", f"{why}, in {len(large)} of {len(errors)} casts")
+                what = f"gradients lose up to {max(large):.0%} by a cast to {place.dtype} in a hook"
+                fix = "remove the cast: keep gradients in float32 in the hook"
+                self.found(place, "precision loss", cause, what, fix, step=0, last=self.run.step - 1)

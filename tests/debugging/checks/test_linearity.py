@@ -85,10 +85,6 @@ class Half(torch.autograd.Function):
         return incoming.half().float().expand(8, 4)
 
 
-def clip(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.1, 0.1)  # here
-
-
 def line_of(source: Any) -> str:
     lines, first = inspect.getsourcelines(source)
     return f"{Path(inspect.getfile(source)).name}:{first + next(i for i, text in enumerate(lines) if '# here' in text)}"
@@ -115,11 +111,6 @@ def found(loss: Callable[[Any, Tensor], Tensor], *, scaled: bool = True) -> list
 
 def at(finding: Finding) -> str:
     return f"{Path(finding.place.file).name}:{finding.place.line}"
-
-
-def hooked(loss: Tensor, tensor: Tensor, hook: Callable[[Tensor], Any] = clip) -> Tensor:
-    tensor.register_hook(hook)
-    return loss
 
 
 @pytest.mark.parametrize(
@@ -155,37 +146,6 @@ def test_a_part_that_float32_cannot_see() -> None:
     assert at(finding) == line_of(Auxiliary.backward)
 
 
-@pytest.mark.parametrize("where", ["result", "parameter"])
-def test_a_hook_that_clips(where: str) -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        y = model(x)
-        return hooked(64 * y.square().sum(), y if where == "result" else model[0].weight)
-
-    [finding] = found(loss)
-    assert finding.kind == "clipped"
-    assert finding.place.op.startswith(f"a hook on the {where}")
-    assert ("and 3 more" in finding.what) == (where == "result")
-    assert at(finding) == line_of(clip)
-    assert found(loss, scaled=False) == []  # without a loss scale nothing is wrong
-
-
-def test_a_hook_from_before() -> None:
-    """The hooks of a parameter are tried, and are in their place afterwards."""
-    torch.manual_seed(0)
-    model, x = mlp(4, 8, 4), torch.randn(8, 4)
-    model[0].weight.register_hook(clip)
-    scaler, optimizer = torch.amp.GradScaler("cpu", 4096.0), torch.optim.SGD(model.parameters(), 1e-9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        scaler.scale(64 * model(x).square().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    assert any(each.check == "linearity" for each in examine(step, model, steps=1).findings)
-    assert [*model[0].weight._backward_hooks.values()] == [clip]
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_models_are_linear(name: str, dtype: torch.dtype) -> None:
@@ -197,14 +157,6 @@ def test_models_are_linear(name: str, dtype: torch.dtype) -> None:
         (loss * 4096).backward()
 
     assert not [each for each in examine(step, model, steps=1).findings if each.check == "linearity"]
-
-
-def test_reversed_gradients_and_gradients_that_end_are_linear() -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        y = model(x)
-        return hooked((y.round() + y - y.detach()).square().sum(), y, torch.neg)
-
-    assert found(loss) == []
 
 
 def test_float16s_smallest_number_is_rounding() -> None:

@@ -1,0 +1,167 @@
+"""Values that a dtype cannot hold: integers that wrap around, values that become equal, an eps that becomes 0."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ampkit.debugging.checks.check import Add, Check
+from ampkit.debugging.finding import Cause, Grade, Place
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.rerun import float64_results
+from ampkit.debugging.observe.storage_map import StorageMap
+from ampkit.debugging.observe.tensor_values import extremes, largest_finite
+from ampkit.debugging.torch_private import is_opaque
+from ampkit.dtypes import SIXTEEN_BIT, dtype_name
+
+_CHECKED_CALLS = 3  # calls of a line that are checked; then one of 64
+_MAX_ELEMENTS = 4096  # the most elements whose values are compared
+_MANY = 32  # values that are expected to differ
+_CASTS = frozenset({"_to_copy", "copy"})
+_RANGES = frozenset({"arange", "cumsum"})
+_ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "rsub"})
+_GUARDS = frozenset({"add", "clamp", "clamp_min"})  # that keep a divisor from 0
+_GUARDED = frozenset({"div", "reciprocal", "rsqrt", "log", "pow"})
+_ZERO = 2.0**-25  # up to here, a number is 0 in float16
+
+
+class Casts(Check):
+    """Compares values before and after casts, ranges, and arithmetic on small integers."""
+
+    name = "casts"
+
+    def __init__(self, run: Observer, add: Add) -> None:
+        super().__init__(run, add)
+        self._calls: dict[tuple[int, int], int] = {}
+        self._coarse: StorageMap[bool] = StorageMap()  # results that lie on few numbers
+        self._guards: StorageMap[tuple[Call, float]] = StorageMap()  # results with an eps that is 0
+        self._eps: dict[tuple[int, int], tuple[Place, float, int] | None] = {}  # None: `nonfinite` reports it
+
+    def operator_ran(self, call: Call) -> None:
+        base, output = call.op.base, call.result
+        if call.phase != "forward" or not isinstance(output, Tensor) or is_opaque(output) or not output.numel():
+            return
+        if output.dtype is torch.float16:
+            self._note_eps(call, output)
+        if call.ranges:
+            self._check_spacing(call, output)
+        is_integer = not output.dtype.is_floating_point and output.dtype not in (torch.bool, torch.int64)
+        if base in _CASTS or base in _RANGES or (base in _ARITHMETIC and is_integer and output.itemsize <= 2):
+            calls = self._calls[call.site] = self._calls.get(call.site, 0) + 1
+            if calls > _CHECKED_CALLS and calls % 64:
+                return
+            source = next((each for each in call.tensors[::-1] if each is not output), None) if base in _CASTS else None
+            if base == "cumsum":
+                source = next(iter(float64_results(call)), None)
+            if is_integer:
+                self._check_range(call, output, source)
+            elif output.is_floating_point() and output.dtype is not torch.float64:
+                self._check_distinct(call, output, source)
+
+    def _check_range(self, call: Call, output: Tensor, source: Tensor | None) -> None:
+        """Check that integers did not wrap around."""
+        if source is None:
+            args, kwargs = call.arguments()
+            widened = [each.long() if isinstance(each, Tensor) else each for each in args]
+            values: Tensor = getattr(torch.ops.aten, call.op.base)(*widened, **kwargs)
+        elif source.is_complex() or (source.itemsize <= output.itemsize and not source.is_floating_point()):
+            return
+        else:
+            values = source.detach() if source.is_floating_point() else source.long()
+        low, high = (float(each) for each in torch.aminmax(values))
+        name, limits = dtype_name(output.dtype), torch.iinfo(output.dtype)
+        if (limits.min - 1 < low and high < limits.max + 1) or not math.isfinite(high - low):
+            return
+        worst, index = (low, values.argmin()) if low <= limits.min - 1 else (high, values.argmax())
+        result = int(output.reshape(-1)[index])
+        why = f"{worst:.10g} becomes {result}: {name} has the integers from {limits.min} to {limits.max}"
+        cause = Cause("rounded", why)
+        self.found(call, "precision loss", cause, f"integers wrap around in {name}", "use a wider dtype, such as int64")
+
+    def _check_distinct(self, call: Call, output: Tensor, source: Tensor | None) -> None:
+        """Check that values which differ are not equal in a lower precision, unless they are activations."""
+        (low, high), name = call.ranges[0], dtype_name(output.dtype)
+        first = 2.0 / torch.finfo(output.dtype).eps  # up to here, each integer has a number
+        largest = max(-low, high) if math.isfinite(high - low) else largest_finite(output)
+        has_offset = high - low < largest / 16
+        if source is not None and source.requires_grad:
+            return
+        if largest < first and (source is None or source.itemsize <= output.itemsize or not has_offset):
+            return
+        values, distinct, kind = output.detach().reshape(-1), output.numel(), "integers"
+        if source is not None:
+            given, values = source.detach().reshape(-1)[:_MAX_ELEMENTS], values[:_MAX_ELEMENTS]
+            distinct = given.unique().numel()
+            if source.is_floating_point() and not bool((given == given.round()).all()):
+                is_data = call.module is None or any(ref() is source for ref in self.run.modules.inputs)
+                if not has_offset or not (source.dtype is torch.float64 or (is_data and torch.is_grad_enabled())):
+                    return
+                kind = "values"
+        remaining = values.unique().numel()
+        if remaining >= distinct or (kind == "values" and 2 * remaining > distinct):
+            return
+        why, fix = (
+            f"{name} holds each integer up to {first:g} only",
+            "make it in float32, and keep in float32 the numbers ",
+        )
+        fix += "that are computed from it"
+        if kind == "values":
+            why = f"near {largest:.6g} the numbers of {name} are {largest * 2 / first:.2g} apart"
+            fix = "compute them in float32, or subtract their offset in a wider dtype first"
+        what = f"{distinct - remaining} of {distinct} {kind} become equal to others in {name}"
+        grade: Grade = "precision loss" if source is None or 2 * remaining <= distinct else "note"
+        self.found(call, grade, Cause("rounded", why), what, fix)
+
+    def _check_spacing(self, call: Call, output: Tensor) -> None:
+        """Check that 16-bit results, and data that is subtracted, do not lie on a few numbers far from 0."""
+        low, high = call.ranges[0]
+        coarse = [(output, low, high)] if output.dtype in SIXTEEN_BIT and _is_coarse(output, low, high) else []
+        if call.op.base == "sub":
+            data = [each for each in call.tensors if each.is_floating_point() and each.numel() > 1]
+            ranges = [(each, *extremes(each)) for each in data if not each.requires_grad]
+            coarse += [each for each in ranges if _is_coarse(*each)]
+        known = any(self._coarse.get(each) for each in call.tensors)
+        for tensor, low, high in coarse:
+            self._coarse.set(tensor, True)
+            if not known:
+                eps, name = torch.finfo(tensor.dtype).eps, dtype_name(tensor.dtype)
+                apart = eps * 2.0 ** math.floor(math.log2(max(-low, high)))
+                cause = Cause(
+                    "rounded", f"they are from {low:.10g} to {high:.10g}, where {name} has a number each {apart:.3g}"
+                )
+                fix = "compute them in float32, or subtract their offset in a wider dtype first"
+                self.found(
+                    call,
+                    "precision loss",
+                    cause,
+                    f"values lie on at most {(high - low) / apart + 1:.0f} numbers of {name}",
+                    fix,
+                )
+
+    def _note_eps(self, call: Call, output: Tensor) -> None:
+        """Note a divisor, or the argument of a root or a logarithm, whose eps is 0 in float16."""
+        base = call.op.base
+        guard = next((g for each in call.tensors[-1:] if base in _GUARDED and (g := self._guards.get(each))), None)
+        if guard is not None:
+            made, eps = guard
+            is_finite = not call.ranges or math.isfinite(sum(call.ranges[0]))
+            if not is_finite or made.site not in self._eps:
+                self._eps[made.site] = (self.run.place(made), eps, self.run.step) if is_finite else None
+        eps = next((each for each in call.scalars if 0 < each <= _ZERO), 0.0)
+        if eps and base in _GUARDS:
+            self._guards.set(output, (call, eps))
+
+    def ended(self) -> None:
+        for place, eps, step in filter(None, self._eps.values()):
+            cause = Cause("rounded", f"{eps:g} is 0 in float16, whose smallest number is 6e-08")
+            fix = "an eps of 1e-4 or more, or compute this line in float32"
+            self.found(place, "note", cause, "an eps that keeps a number from 0 is 0 itself", fix, step=step)
+
+
+def _is_coarse(tensor: Tensor, low: float, high: float) -> bool:
+    """Return whether values differ by a few spacings of their dtype, and are larger than the integers that it holds."""
+    eps, largest = torch.finfo(tensor.dtype).eps, max(-low, high)
+    return tensor.numel() >= _MANY and 2 / eps <= largest < math.inf and 0 < high - low <= 8 * eps * largest
