@@ -107,7 +107,7 @@ def test_a_gradient_of_two_optimizers_is_refused(make, first, second, scaled) ->
         seen = [(param.detach().clone(), param.grad.clone()) for param in (shared, own)]
         name, wraps = type(inner).__name__, isinstance(other, Wrapper)
         names = rf"{type(other).__name__} and {name} share a gradient .* since the last update"
-        advice = f"Wrapper wraps {name}: pass one" if wraps else "Give each parameter"
+        advice = f"Wrapper wraps {name}: pass one" if wraps else "Assign each parameter"
         with pytest.raises(RuntimeError, match=rf"{names}.* {advice}"):
             getattr(scaler, second)(other, *[1e9] * (second == "clip_grad_norm_"))
         assert alike(seen, [(param.detach(), param.grad) for param in (shared, own)])
