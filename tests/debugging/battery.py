@@ -285,7 +285,7 @@ table(
             lambda x: x * (x.float() * 0 + 1.7e5).half(),
             "aten::_to_copy",
             r"overflow",
-            r"float32|clamp",
+            r"float32|clamp|\.float\(\)",
         ),
     ],
 )
@@ -632,11 +632,13 @@ def update_by_hand(model: Any) -> None:
 
 @whole(
     "precision",
-    r"gradients? .*(0|zero|gone|lost)",
+    r"gradients? .*(0|zero|gone|lost|underflow)",
     r"GradScaler",
     model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
+    state=SGD,
 )
-def gradients_that_vanish(model: nn.Module) -> None:
+def gradients_that_vanish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
     model.zero_grad()
     with autocast("cpu", dtype=F16):
         out = model(torch.ones(4, 8))

@@ -31,11 +31,9 @@ class Check:
 
     name: ClassVar[str]  # `check` of its findings
     needs_operators: ClassVar[bool] = True  # it observes operators, which takes a dispatch mode
-    is_expensive: ClassVar[bool] = False  # it is active in chosen steps only
 
     def __init__(self, run: Observer, add: Add) -> None:
         self.run, self.add = run, add
-        self.active = True
 
     def opened(self, stack: ExitStack) -> None:
         """Register hooks, which `stack` removes."""
@@ -58,10 +56,6 @@ class Check:
 
         `complete` is False if an exception ended it.
         """
-
-    def step_chosen(self, chosen: bool) -> None:
-        """Begin a step, which is or is not chosen for expensive checks."""
-        self.active = chosen or not self.is_expensive
 
     def ended(self) -> None:
         """Add what was found in the whole run, which has ended."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampkit.debugging.finding import Place
+from ampkit.debugging.finding import Losses, Place
 from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.observe.operator_facts import OperatorFacts, facts_of, readable, tensors_in
@@ -36,7 +36,7 @@ from ampkit.debugging.torch_private import (
     without_dispatch,
 )
 from ampkit.dispatch.weight_cache import invalidate_casts
-from ampkit.dtypes import dtype_name
+from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
 
 class _Thread(threading.local):
@@ -73,7 +73,8 @@ class Observer(ObserverMode):
         self.paused = False  # they are not, for a while: they belong to a check
         self.compiled = False  # compiled functions ran
         self.scale: float | None = None  # the loss scale, if a scaler takes part
-        self.losses: dict[tuple[str, int], dict[int, float]] = {}  # unscaled, by line of backward and by step
+        self.losses: Losses = {}
+        self.low: dict[Any, Call] = {}  # a call of each line and module that computes in 16 bits
         self.last_loss = 0.0
         self.backwards = 0  # calls of backward in this step
         self.step = 0  # iterations that have ended
@@ -259,6 +260,9 @@ class Observer(ObserverMode):
         call.outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
         if not (facts.is_given or facts.uninitialized or facts.communicates):
             call.ranges = [extremes(output) for output in call.outputs]
+        for output in call.outputs:
+            if output.dtype in SIXTEEN_BIT:
+                self.low.setdefault((call.site, call.module and call.module.name), call)
         for end in ends:
             end()
         for report in self.operator_ran:
