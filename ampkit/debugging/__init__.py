@@ -7,8 +7,8 @@
 | does low precision cost this training anything? | `rehearse`, `ampkit debug rehearse` | `rehearsal` |
 
 `observe` reports operators, steps and calls of the loop to the checks, and decides nothing. A check adds a `Finding`
-to the `Report` (`finding`). `changes` has the fixes, and `verify` runs a step or a script again with a fix. `snapshot`
-restores a step's state.
+to the `Report` (`finding`). `changes` has the fixes, and `trials` runs a step or a script again with a fix. `verify`
+compares the losses of these runs. `snapshot` restores a step's state.
 """
 
 from ampkit.debugging.examination import Examination, examine

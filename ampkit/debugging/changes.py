@@ -7,18 +7,17 @@ regions with another policy, for changes and rehearsals.
 
 from __future__ import annotations
 
-import ast
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ampkit.containers import map_tensors
@@ -38,10 +37,10 @@ from ampkit.region.stack import thread
 
 Region = Literal["ampkit", "torch", "none"]  # the kind of region that the user's step runs in
 _SCALE = 2.0**12
+_LARGE_GRADIENT = 100.0  # clipped before a smaller learning rate is tried
 _NOT_CAST = frozenset(
     {  # functions whose arguments `LineChange` does not cast
         "batch_norm",
-        "backward",
         "__get__",
         "__set__",
         "__delete__",
@@ -93,28 +92,25 @@ class PolicyChange:
     def _changed(self, policy: Policy) -> Policy:
         return policy.for_modules(self.model, dict.fromkeys(self.modules, wider(policy, float8=self.float8)))
 
-    def extended(self, remaining: Finding) -> PolicyChange | None:
-        """Return this change with the module of a finding that remains, or the module around it; None without."""
-        path = remaining.place.module if remaining.place.module in _paths(self.model) else ""
-        while path in self.modules:
-            path = path.rpartition(".")[0]
-        extended = replace(self, modules=(*self.modules, path))
-        return extended if path and extended.is_possible() else None
-
 
 class LineChange(TorchFunctionMode):
-    """Lines of the user's code that compute in float32, and do not cast to 16 bits; with a region or without."""
+    """Lines of the user's code that compute in float32, and make no tensors in 16 bits; with a region or without.
 
-    def __init__(self, device: str, region: Region, lines: tuple[Lines, ...]) -> None:
+    Without `lines`, all code.
+    """
+
+    def __init__(self, device: str, region: Region, lines: Iterable[Iterable[Any]] | None = None) -> None:
         super().__init__()
         self.device = device
         self.region: Region = region
-        self.lines = lines
+        self.lines = None if lines is None else tuple(tuple(line) for line in lines)
 
     @property
     def code(self) -> str:
         """The code that a user writes."""
-        where = " and ".join(map(str, self.lines))
+        if self.lines is None:
+            return "everything in float32"
+        where = " and ".join(f"{file}:{line}" for file, line in self.lines)
         if self.region == "none":
             return f"compute {where} in float32: .float() on its tensors, and no cast to 16 bits there"
         name = "autocast" if self.region == "ampkit" else "torch.autocast"
@@ -122,30 +118,27 @@ class LineChange(TorchFunctionMode):
 
     def around(self) -> AbstractContextManager[Any]:
         """Return a context in which the step runs as if the code were there."""
-        return self
+        return self if self.lines is not None else self._everywhere()
 
-    def extended(self, remaining: Finding) -> LineChange | None:
-        """Return this change with a line of a finding that remains, or the line's function; None if there is none."""
-        candidates: list[Lines] = []
-        for place in (remaining.producer, remaining.place):
-            line = None if place is None else line_of(place)
-            if line is not None:
-                candidates.append(line)
-        for line in reversed(list(candidates)):
-            function = function_around(line)
-            if function is not None:
-                candidates.append(function)
-        added = next((new for new in candidates if not any(old.covers(new) for old in self.lines)), None)
-        if added is None:
-            return None
-        return LineChange(self.device, self.region, (*(old for old in self.lines if not added.covers(old)), added))
+    @contextmanager
+    def _everywhere(self) -> Iterator[None]:
+        set_default_dtype = torch.set_default_dtype
+        torch.set_default_dtype = lambda dtype: set_default_dtype(_widened(dtype))
+        try:
+            with replaced_regions(lambda spec: spec._replace(enabled=False)), self:
+                yield
+        finally:
+            torch.set_default_dtype = set_default_dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        file, line = find_caller(1).line()
-        if not any(lines.covers(Lines(file, line, line)) for lines in self.lines):
-            return self._call(func, args, kwargs)
         name = getattr(func, "__name__", "")
+        if func is Tensor.backward:
+            gradient = kwargs.pop("gradient", None)
+            with self:  # for hooks and custom functions
+                return torch.autograd.backward(args[0], *(args[1:] or (gradient,)), **kwargs)
+        if self.lines is not None and find_caller(1).line() not in self.lines:
+            return self._call(func, args, kwargs)
         if name in _NOT_CAST or (name.endswith("_") and not name.endswith("__")):
             return self._call(func, args, kwargs)  # an operator in place must not write to a copy
         if func in (Tensor.half, Tensor.bfloat16):
@@ -186,40 +179,6 @@ def _paths(model: Module) -> set[str]:
     return {path for path, _ in named_paths(model) if path}
 
 
-class Lines(NamedTuple):
-    """Lines of a file, from `first` to `last` inclusive."""
-
-    file: str
-    first: int
-    last: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.first}" + (f"-{self.last}" if self.last > self.first else "")
-
-    def covers(self, other: Lines) -> bool:
-        """Return whether all of some lines are among these."""
-        return self.file == other.file and self.first <= other.first and other.last <= self.last
-
-
-def line_of(place: Place) -> Lines | None:
-    """Return the line of a place; None if it is not known."""
-    return Lines(place.file, place.line, place.line) if place.line else None
-
-
-def function_around(lines: Lines) -> Lines | None:
-    """Return the body of the innermost function around some lines; None without, or if the file cannot be read."""
-    try:
-        tree = ast.parse(Path(lines.file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return None
-    bodies = [
-        Lines(lines.file, node.body[0].lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return min((body for body in bodies if body.covers(lines)), key=lambda body: body.last - body.first, default=None)
-
-
 @dataclass(frozen=True)
 class LossScale:
     """Backward with a constant loss scale, whose gradients are unscaled at once: the effect of a scaler."""
@@ -236,23 +195,22 @@ class LossScale:
                 inner(tensors, grad_tensors, *args, **kwargs)
                 return
             leaves = list(_leaves(tensors))
-            before = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None
+            _scale_gradients(leaves, _SCALE)  # those of earlier micro-batches
             inner(tensors, torch.full_like(tensors, _SCALE), *args, **kwargs)
-            with torch.no_grad():
-                for leaf, old in zip(leaves, before, strict=True):
-                    if leaf.grad is None:
-                        leaf.grad = old
-                    else:
-                        leaf.grad.div_(_SCALE)
-                        leaf.grad = leaf.grad if old is None else old.add_(leaf.grad)
+            _scale_gradients(leaves, 1 / _SCALE)
 
         torch.autograd.backward = scaled
         try:
             yield
         finally:
             torch.autograd.backward = inner
+
+
+@torch.no_grad()
+def _scale_gradients(leaves: Iterable[Tensor], factor: float) -> None:
+    for leaf in leaves:
+        if leaf.grad is not None:
+            leaf.grad.mul_(factor)
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
@@ -287,7 +245,51 @@ class NoCache:
             inner(before)
 
 
-Change = PolicyChange | LineChange | LossScale | NoCache
+@dataclass(frozen=True)
+class LearningRate:
+    """Optimizers whose learning rate is `factor` times theirs."""
+
+    factor: float
+
+    @property
+    def code(self) -> str:
+        """The code that a user writes."""
+        return f"a learning rate {self.factor:g} times as large"
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Return a context in which the step runs as if the code were there."""
+        before: dict[int, list[Any]] = {}
+
+        def starts(optimizer: Any, args: Any, kwargs: Any) -> None:
+            before[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.factor
+
+        def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, before[id(optimizer)], strict=True):
+                group["lr"] = rate
+
+        with register_optimizer_step_pre_hook(starts), register_optimizer_step_post_hook(ended):
+            yield
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Gradients whose norm is clipped before each step of an optimizer."""
+
+    code = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the step"
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Return a context in which the step runs as if the code were there."""
+
+        def starts(optimizer: Any, args: Any, kwargs: Any) -> None:
+            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+
+        return register_optimizer_step_pre_hook(starts)
+
+
+Change = PolicyChange | LineChange | LossScale | NoCache | LearningRate | Clipping
 
 
 # --- the changes and the recommendation for a finding
@@ -306,10 +308,12 @@ def changes_for(
         yield LossScale()
     elif finding.kind == "stale cast":
         yield NoCache()
-    elif finding.kind in ("stagnating sum", "imprecise", "rounded", "underflow"):
-        lines = [line for each in (finding.producer, finding.place) if each and (line := line_of(each))]
-        for count in sorted({1, len(set(lines))} - {0}) if lines else ():
-            yield LineChange(finding.device, region, tuple(dict.fromkeys(lines))[:count])
+    elif finding.kind == "divergence":
+        explodes = (finding.cause.value or 0.0) > _LARGE_GRADIENT
+        rates = [*map(LearningRate, (0.1, 0.01, 0.001))]
+        yield from (Clipping(), *rates) if explodes else (*rates, Clipping())
+    elif finding.kind in ("stagnating sum", "rounded", "underflow"):
+        yield from _changes_of_lines(finding, region, [finding.producer or finding.place, finding.place])
 
 
 def _changes_for_nonfinite(
@@ -323,16 +327,19 @@ def _changes_for_nonfinite(
     dtypes = [source.dtype for source in sources] or [place.dtype, *(each.dtype for each in finding.inputs)]
     if not any(dtype in ("float16", "bfloat16") for dtype in dtypes):
         return
-    lines = [line for each in sources or (place,) if (line := line_of(each)) is not None]
     path = sources[0].module if sources else place.module
     if region == "ampkit" and model is not None and path in _paths(model):
         change = PolicyChange(finding.device, model, (path,), policy)
         if change.is_possible():
             yield change
-    if lines:
-        yield LineChange(finding.device, region, (lines[0],))
-    if len(set(lines)) > 1:
-        yield LineChange(finding.device, region, tuple(dict.fromkeys(lines)))
+    yield from _changes_of_lines(finding, region, sources or (place,))
+
+
+def _changes_of_lines(finding: Finding, region: Region, places: Iterable[Place]) -> Iterator[LineChange]:
+    """Yield the changes of the first line, and of all lines."""
+    lines = list(dict.fromkeys(place.site for place in places if place.line))
+    for count in sorted({1, len(lines)}) if lines else ():
+        yield LineChange(finding.device, region, lines[:count])
 
 
 def recommendation(finding: Finding, region: Region, model: Module | None, policy: Policy | None = None) -> Fix:
@@ -342,8 +349,6 @@ def recommendation(finding: Finding, region: Region, model: Module | None, polic
     is_undefined = finding.kind in ("undefined", "from inf") or finding.cause.is_of_data
     is_undefined |= finding.check == "nonfinite" and finding.grade == "note"
     change = None if is_undefined else next(changes_for(finding, region, model, policy), None)
-    if finding.kind == "imprecise" and change is not None:
-        return Fix(f"{finding.fix.code}: {change.code}")
     if finding.fix.code or finding.check not in ("nonfinite", "data"):
         return finding.fix
     return Fix(change.code if change is not None else advice(finding))

@@ -7,12 +7,16 @@ input, 3 inconclusive, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import runpy
 import shutil
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,13 @@ from typing import Any
 from ampkit.debugging.examination import Examination
 from ampkit.debugging.finding import Report
 from ampkit.debugging.observe.ranks import rank
-from ampkit.debugging.rehearsal import RULES, RehearsalReport, rehearse_script, run_task
-from ampkit.debugging.verify import applied, verify_script
+from ampkit.debugging.rehearsal import RULES, RehearsalReport, rehearse_script, run_training
+from ampkit.debugging.trials import applied, run_task, script_attempt
+from ampkit.debugging.verify import verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _INTERRUPT = "the script was interrupted"
+_MAX_RUNS = 16  # of the script, with changes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,9 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     is_rehearsal = arguments[:1] == ["rehearse"]
     options = _parser(is_rehearsal).parse_args(arguments[is_rehearsal:])
     try:
-        report = _rehearse(options) if is_rehearsal else _examine(options)
-        if report is None:
+        _check(options)
+        if options.task:
+            tasks = run_training if is_rehearsal else _run_trial
+            tasks(options.task, lambda tool: _run(options, tool), _stop)
             return CLEAN
+        report = _rehearse(options) if is_rehearsal else _examine(options)
         print(report)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
@@ -59,7 +68,6 @@ def _parser(is_rehearsal: bool) -> argparse.ArgumentParser:
         parser.description = "Whether low precision costs a training anything, and which modules to keep out of it."
         add("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
         add("--against", choices=RULES, help="test this recipe; without it the precision that the script has")
-        add("--task", help=argparse.SUPPRESS)  # of one of the processes that the command starts
     else:
         parser.description = "Find numerical errors in a training script, which stays as it is."
         parser.epilog = (
@@ -68,9 +76,8 @@ def _parser(is_rehearsal: bool) -> argparse.ArgumentParser:
         add("--from-step", type=_count, default=0, metavar="N", help="check operators from iteration N on")
         add("--steps", type=_count, metavar="N", help="end after N iterations, instead of at the script's end")
         add("--seconds", type=float, metavar="S", help="end after the first step that ends after S seconds")
-        add("--no-verify", action="store_true", help="do not run the script again to try fixes")
-        add("--chosen-step", type=int, help=argparse.SUPPRESS)  # the only step with expensive checks
-        add("--apply", help=argparse.SUPPRESS)  # a change, see `verify`
+        add("--no-verify", action="store_true", help="do not run the script again in float32, and with fixes")
+    add("--task", type=json.loads, help=argparse.SUPPRESS)  # of one of the processes that the command starts
     add("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
     add("-m", dest="is_module", action="store_true", help="the script is a module, as in `python -m package.module`")
     add("script")
@@ -81,9 +88,8 @@ def _parser(is_rehearsal: bool) -> argparse.ArgumentParser:
 
 def _examine(options: Any) -> Report:
     examination = Examination(from_step=options.from_step)
-    examination.chosen_step = options.chosen_step
     report, run, started = examination.report, examination.run, time.monotonic()
-    shows_progress, last = sys.stderr.isatty(), started
+    is_terminal, last = sys.stderr.isatty(), started
 
     def step_ended() -> None:
         is_last = options.steps is not None and run.step >= options.from_step + options.steps
@@ -92,34 +98,53 @@ def _examine(options: Any) -> Report:
 
     def progress() -> None:
         nonlocal last
-        if shows_progress and time.monotonic() - last > 1:
+        if is_terminal and time.monotonic() - last > 1:
             last = time.monotonic()
             _show(f"step {run.step}, {run.count} operators, {len(report.findings)} findings, {last - started:.0f} s")
 
     examination.on_step, examination.on_operator = step_ended, progress
-    if shows_progress:
-        _show("the script starts")
-    with applied(options.apply):
-        report.incomplete = _run(options, examination)
+    _show("the script starts")
+    report.incomplete = _run(options, examination)
     if not report.steps and options.from_step and not report.incomplete:
         report.incomplete = f"the script ended before step {options.from_step}, and no operator was checked"
-    if report and not options.no_verify and report.rank is None and report.incomplete != _INTERRUPT:
-        if shows_progress:
-            _show("the script runs again with a fix")
-        seconds = 300 + 3 * (time.monotonic() - started)
-        command = [*["-m"] * options.is_module, options.script, *options.arguments]
-        verify_script(report, run.modules, command, seconds)
-    if shows_progress:
+    _verify(options, examination, time.monotonic() - started)
+    if is_terminal:
         _show("")
         print("\r", end="", file=sys.stderr, flush=True)
     return report
 
 
-def _rehearse(options: Any) -> RehearsalReport | None:
-    if options.task:
-        run_task(options.task, lambda tool: _run(options, tool), _stop)
-        return None
-    _check_script(options)
+def _verify(options: Any, examination: Examination, seconds: float) -> None:
+    """Run the script again with changes, if it may; its examination took so many `seconds`."""
+    report, run = examination.report, examination.run
+    reasons = {
+        "--no-verify": options.no_verify,
+        "several ranks": report.rank is not None,
+        report.incomplete: report.incomplete == _INTERRUPT or not report.steps,
+    }
+    report.comparison = next((f"not compared with float32: {reason}" for reason, holds in reasons.items() if holds), "")
+    if report.comparison:
+        return
+    command = [*["-m"] * options.is_module, options.script, *options.arguments]
+    attempt = script_attempt(command, run.step, seconds + 30, may_fail=bool(report.incomplete))
+    base = run.losses
+    if report.skips_many and report.skips >= report.steps - 1:  # no step was executed
+        base = {site: dict.fromkeys(losses, math.nan) for site, losses in base.items()}
+    limits: dict[str, Any] = {"max_runs": _MAX_RUNS, "seconds": seconds + 60}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended prints its results
+    try:
+        verify(report, run, attempt, base, **limits, tries_data=False, show=_show)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_trial(
+    task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str], stop: Callable[[], None]
+) -> None:
+    run_task(task, run, stop, applied(task["change"]))
+
+
+def _rehearse(options: Any) -> RehearsalReport:
     if options.steps < 1:
         raise ValueError("--steps is 0; expected 1 or more")
     command = [*["-m"] * options.is_module, options.script, *options.arguments]
@@ -127,9 +152,12 @@ def _rehearse(options: Any) -> RehearsalReport | None:
 
 
 def _show(text: str) -> None:
-    """Write a line of progress over the last one, no longer than the terminal, where it would wrap."""
-    width = min(70, shutil.get_terminal_size().columns - 1)
-    print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
+    """Write progress to stderr: over the last line of a terminal, no longer than it is, or as a line."""
+    if sys.stderr.isatty():
+        width = min(70, shutil.get_terminal_size().columns - 1)
+        print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
+    else:
+        print(f"ampkit debug: {text}", file=sys.stderr, flush=True)
 
 
 class _StoppedError(BaseException):
@@ -145,9 +173,6 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
 
     Returns why it did not reach its end; "" if it did, or if the tool stopped it.
     """
-    _check_script(options)
-    if options.json and not Path(options.json).parent.is_dir():
-        raise FileNotFoundError(f"--json is {options.json}; expected a file in an existing folder")
     argv, path, leave, process = sys.argv, list(sys.path), os._exit, os.getpid()
 
     def exit_at_once(code: int) -> None:
@@ -184,8 +209,10 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     return ""
 
 
-def _check_script(options: Any) -> None:
+def _check(options: Any) -> None:
     script = options.script
+    if options.json and not Path(options.json).parent.is_dir():
+        raise FileNotFoundError(f"--json is {options.json}; expected a file in an existing folder")
     if options.is_module:
         return  # `runpy` raises an ImportError that names it
     if not Path(script).is_file():

@@ -1,14 +1,11 @@
 """`examine`: run all checks on a training run and rank the findings.
 
-`Examination` is the run's only dispatch mode, and enters none if no check needs it. Most checks observe every operator,
-inside and between steps. Expensive checks are active in chosen steps only: the first, a random sample within a limit of
-time, and steps that follow a new finding.
+`Examination` is the run's only dispatch mode, and enters none if no check needs it. Checks observe every operator,
+inside and between steps.
 """
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,11 +22,11 @@ from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.snapshot import TrainingSnapshot
-from ampkit.debugging.verify import verify_step
+from ampkit.debugging.trials import step_attempt
+from ampkit.debugging.verify import verify
 
-_EXPENSIVE_FRACTION = 0.3  # of the time of the run
-_RANDOM_STEP = 0.02  # the chance of another step to be chosen
-_MANY_SKIPS = 8  # minimum number of skipped steps to report
+_MIN_STEPS = 4  # of each run with a change
+_MAX_RUNS = 24  # with changes
 
 
 class Examination:
@@ -72,21 +69,15 @@ class Examination:
         needs_operators = any(check.needs_operators for check in checks)
         self.run = Observer(model, needs_operators=needs_operators, from_step=from_step)
         self.report = Report(rank=rank(), losses=self.run.losses)
-        self.chosen_step: int | None = None  # the only step with expensive checks; None: choose
         self.on_step: Callable[[], None] = lambda: None  # called when a step has ended
         self.on_operator: Callable[[], None] = lambda: None  # called now and then, for progress
         self._checks = [check(self.run, self._add) for check in checks]
-        self._expensive = [check for check in self._checks if check.is_expensive]
         self._raises = on_nonfinite == "raise"
-        self._random = random.Random(0)  # not the run's own
-        self._started = self._chosen_since = self._expensive_time = 0.0
-        self._chosen = self._new_nonfinite = False
-        self._found_before = 0
+        self._new_nonfinite = False
         self._open = ExitStack()
 
     def __enter__(self) -> Report:
         run = self.run
-        run.operator_starts = overridden(self._checks, "operator_starts")
         run.operator_ran = [*overridden(self._checks, "operator_ran"), self._progress]
         run.on_step_starts, run.on_step_ended, run.on_step_counted = (
             self._step_starts,
@@ -99,8 +90,6 @@ class Examination:
             for check in self._checks:
                 check.opened(stack)
             self._open = stack.pop_all()
-        self._started = time.process_time()
-        self._choose()
         return self.report
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -116,6 +105,9 @@ class Examination:
             report.not_checked += check.not_checked()
         self._note_skips()
         self._note_consequences()
+        for diverges in [each for each in report.findings if each.kind == "divergence" and each.grade != "note"]:
+            for finding in report.nonfinite:
+                finding.grade = "note" if finding.step > diverges.step else finding.grade
         if not run.loop.optimizers and not report.steps > 1:
             report.not_checked.append("changes between steps: no optimizer stepped, so the run counts as one step")
 
@@ -129,10 +121,6 @@ class Examination:
 
     def _add(self, finding: Finding, *, skipped: bool = False) -> None:
         """Add a finding of a check, with an untested fix."""
-        if finding.check == "precision" and any(
-            each.step <= finding.step <= each.last for each in self.report.nonfinite
-        ):
-            return  # inf and NaN explain it
         modules = self.run.modules
         finding.fix = recommendation(finding, modules.region, modules.model, modules.policy)
         if not self.report.add(finding, skipped=skipped):
@@ -149,7 +137,6 @@ class Examination:
     def _step_counted(self) -> None:
         """Begin the next step: `run` has counted the last one."""
         self._count()
-        self._choose()
         self.on_step()
 
     def _end_step(self, optimizer: Any, *, complete: bool = True) -> None:
@@ -157,8 +144,6 @@ class Examination:
         for check in self._checks:
             if self.run.begun or not check.needs_operators:
                 check.step_ended(optimizer, complete=complete)
-        if self._chosen:
-            self._expensive_time += time.process_time() - self._chosen_since
         if self._new_nonfinite and self._raises:
             self._count()
             raise NonFiniteError(self.report)
@@ -169,25 +154,10 @@ class Examination:
         report.operators, report.skips, report.last_skip = run.count, run.loop.skips, run.loop.last_skip
         report.steps = max(0, run.step - run.first_step) + (run.computed and run.begun)
 
-    def _choose(self) -> None:
-        """Choose whether expensive checks are active in the step that begins."""
-        if self.chosen_step is not None:
-            self._chosen = self.run.step == self.chosen_step
-        else:
-            affordable = self._expensive_time <= _EXPENSIVE_FRACTION * (time.process_time() - self._started)
-            found = len(self.report.findings) + len(self.report.skipped)
-            self._chosen = self.run.step == 0 or (
-                affordable and (found > self._found_before or self._random.random() < _RANDOM_STEP)
-            )
-            self._found_before = found
-        self._chosen_since = time.process_time()
-        for check in self._expensive:
-            check.step_chosen(self._chosen)
-
     def _note_skips(self) -> None:
         """Report the cause if a scaler skips many steps, more than while its scale settles."""
         report = self.report
-        if report.skips < _MANY_SKIPS or report.skips < 0.3 * self.run.step:
+        if not report.skips_many:
             return
         text = f"the scaler skips {report.skips} of {self.run.step} steps"
         underflows = [each for each in report.findings if each.kind == "underflow" and each.check != "loop order"]
@@ -242,6 +212,8 @@ def examine(step: Callable[[], Any], model: Module, *, steps: int = 4, state: It
     with snapshot, examination as report:
         for _ in range(steps):
             step()
-    if report.findings:
-        verify_step(report, examination.run.modules, step, model, snapshot, Examination)
+    attempt = step_attempt(step, model, snapshot, max(steps, _MIN_STEPS))
+    base = attempt(None, 0, ()) if report.findings or examination.run.low else {}
+    if not isinstance(base, str):
+        verify(report, examination.run, attempt, base, max_runs=_MAX_RUNS)
     return report

@@ -16,12 +16,14 @@ from ampkit.text_tables import terminal_width
 
 Status = Literal["clean", "found", "inconclusive"]
 Grade = Literal["error", "precision loss", "note"]
+Losses = dict[tuple[str, int], dict[int, float]]  # unscaled, by line of backward and by step
 GRADES: tuple[Grade, ...] = ("error", "precision loss", "note")
 VERSION = 3
 _COMPILED = (
     "compiled functions ran eagerly: if the loss of your compiled run is finite and right, this report does not apply "
     "to that run"
 )
+_MANY_SKIPS = 8  # the fewest that do not count as settling of a loss scale
 _LABEL = 10  # characters of a label such as "cause"
 
 
@@ -234,12 +236,19 @@ class Report:
     operators: int = 0
     rank: int | None = None  # of this process; None where it is alone
     not_checked: list[str] = field(default_factory=list)
-    losses: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)  # by line of backward, and by step
+    losses: Losses = field(default_factory=dict)
+    comparison: str = ""  # of the training with the same in float32, in words; "" if nothing was compared
+    trains_as_well: bool = False  # the comparison found no difference
     skips: int = 0  # steps that a scaler skipped
     last_skip: int = 0
 
     def __bool__(self) -> bool:
         return any(finding.grade != "note" for finding in self.findings)
+
+    @property
+    def skips_many(self) -> bool:
+        """Whether a scaler skipped more steps than while its scale settles."""
+        return self.skips >= _MANY_SKIPS and self.skips >= 0.3 * self.steps
 
     @property
     def status(self) -> Status:
@@ -267,16 +276,14 @@ class Report:
     def ranked(self) -> list[Finding]:
         """Return all findings: causes before their consequences, then by grade and step.
 
-        Errors of the loop and verified fixes come first: the run with such a fix had no alarm left. A difference from
-        float32 comes after the findings that may explain it.
+        Errors of the loop and verified fixes come first.
         """
 
         def order(finding: Finding) -> tuple[int, int, bool, int]:
             grade = GRADES.index(finding.grade)
             is_certain = finding.check == "loop order" and grade == 0
             certain = 0 if is_certain else 1 if finding.fix.verified and grade < 2 else 2
-            is_last = (finding.check == "precision" and not finding.fix.verified) or finding.unused
-            return certain, grade, is_last, finding.step
+            return certain, grade, finding.unused, finding.step
 
         return sorted(self.findings, key=order)
 
@@ -291,11 +298,14 @@ class Report:
             lines += [rank + first, *rest]
         counts = [(grade, sum(each.grade == grade for each in self.findings)) for grade in GRADES]
         found = ", ".join(_counted(count, grade) for grade, count in counts if count)
+        nothing = "no problems found" if self.trains_as_well else "no findings"
         checked = f"checked {self.operators} operators in {_counted(self.steps, 'step')}"
-        lines.append(f"{rank}{checked}: {found or 'no problems found'}")
+        lines.append(f"{rank}{checked}: {found or nothing}")
         if self.skips:
             last = f"the last in step {self.last_skip}"
             lines.append(f"{rank}the scaler skipped {self.skips} of {self.steps} steps, {last}")
+        if self.comparison:
+            lines += _wrapped(f"{rank}{self.comparison}", "  ", width)
         for text in self.not_checked:
             lines += _wrapped(f"{rank}not checked: {text}", "  ", width)
         return "\n".join(lines)

@@ -14,27 +14,21 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from ampkit.debugging.changes import code_of, has_float8, inherits, policy_of, replaced_regions, wider, without_float8
 from ampkit.debugging.finding import VERSION, plain
-from ampkit.debugging.observe.call_sites import ModuleCalls
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
-from ampkit.debugging.observe.training_loop import TrainingLoop
 from ampkit.debugging.snapshot import TrainingSnapshot
+from ampkit.debugging.trials import Trial, move, run_script, run_task, smallest
 from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.policy import Policy
 from ampkit.policy.rules import Rule
@@ -224,7 +218,7 @@ class _Pairs:
                 "multiples of 16"
             )
         if report:
-            report.modules = _smallest(paths(), self._closes)
+            report.modules = smallest(paths(), self._closes)
             report.remaining = self._gap(report.modules, *_ROUNDS[0])[0] if report.modules else None
 
     def _loss(self, kept: Sequence[str] | None, seed: int) -> float:
@@ -261,23 +255,6 @@ class _Pairs:
         return remaining <= threshold and remaining < (self._report.gap or 0.0) / 2
 
 
-def _smallest(paths: list[str], closes: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return few modules without which there is no gap; none if there is one without all of them."""
-    if not paths or not closes(paths):
-        return []
-    parts = 2
-    while len(paths) > 1:
-        size = math.ceil(len(paths) / parts)
-        chunks = [paths[i : i + size] for i in range(0, len(paths), size)]
-        rest = [[path for path in paths if path not in chunk] for chunk in chunks]
-        smaller = next((each for each in (*chunks, *rest) if each and len(each) < len(paths) and closes(each)), None)
-        if smaller is None and size == 1:
-            break
-        parts = min(2 * parts, len(paths)) if smaller is None else 2
-        paths = smaller or paths
-    return paths
-
-
 def _print(text: str) -> None:
     print(f"rehearse: {text}", file=sys.stderr, flush=True)
 
@@ -286,15 +263,6 @@ def leaf_paths(models: Iterable[Module]) -> list[str]:
     """Return the paths of modules without children, those with the fewest parameters first."""
     leaves = [(path, each) for model in models for path, each in named_paths(model) if path and not [*each.children()]]
     return [path for path, each in sorted(leaves, key=lambda leaf: sum(p.numel() for p in leaf[1].parameters()))]
-
-
-@torch.no_grad()
-def move(parameters: Iterable[Tensor], seed: int) -> None:
-    """Change parameters by a hundredth of themselves; by nothing if `seed` is 0."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters if seed else ():
-        if parameter.is_floating_point():
-            parameter.mul_(1 + 1e-2 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
 class Regions:
@@ -373,48 +341,40 @@ def rehearse_script(script: Sequence[str], against: str | None, n_steps: int) ->
     Raises:
         RuntimeError: with the end of the script's errors, if it does not come to a result.
     """
-    known: dict[str, Any] = {"n_backward": None}  # steps that a scaler skips do not change calls of backward
+    backwards: int | None = None  # steps that a scaler skips do not change calls of backward
 
     def run(kept: Sequence[str] | None, seed: int) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "result.json"
-            task = {"out": str(out), "against": against, "kept": kept, "seed": seed, "steps": n_steps, **known}
-            command = [sys.executable, "-m", "ampkit", "debug", "rehearse", "--task", json.dumps(task)]
-            ended = subprocess.run(
-                [*command, *script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-            )
-            if not out.exists():
-                raise RuntimeError("the script did not come to a result: " + ended.stderr.strip()[-2000:])
-            result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        known["n_backward"] = known["n_backward"] or len(result["losses"])
+        nonlocal backwards
+        steps = n_steps if backwards is None else None
+        task = {"against": against, "kept": kept, "seed": seed, "steps": steps, "backwards": backwards}
+        result = run_script(script, task, "rehearse")
+        if result["why"]:
+            raise RuntimeError(result["why"])
+        if not result["all"]:
+            raise RuntimeError("the script calls no backward; expected a script that trains")
+        backwards = backwards or len(result["all"])
         results.append(result)
         return result
 
     results: list[dict[str, Any]] = []
     report = compare(
-        lambda kept, seed: [float(loss) for loss in run(kept, seed)["losses"]], lambda: list(results[-1]["paths"])
+        lambda kept, seed: [float(loss) for loss in run(kept, seed)["all"]], lambda: list(results[-1]["paths"])
     )
     report.fix = run(report.modules, 1)["code"] if report.modules else ""
     return report
 
 
-def run_task(text: str, run: Callable[[AbstractContextManager[Any]], str], stop: Callable[[], None]) -> None:
-    """Execute a training of `rehearse_script` in this process, and write its result.
-
-    `run` runs the script under a context and returns why it did not reach its end, if it did not; `stop` ends it.
-    """
-    task = json.loads(text)
+def run_training(
+    task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str], stop: Callable[[], None]
+) -> None:
+    """Execute a training of `rehearse_script` in this process, see `run_task`."""
     regions = Regions(None, _models, RULES[task["against"]] if task["against"] else None)
-    training = _ScriptTraining(task, stop)
-    with regions.entered(task["kept"]), torch.compiler.set_stance("force_eager"):
-        why = run(training)
-        if why:
-            raise RuntimeError(why)
-        if not training.losses:
-            raise RuntimeError("the script calls no backward; expected a script that trains")
-        paths = [path for path in leaf_paths(training.modules.roots()) if regions.can_keep(path)]
-        result = {"losses": training.losses, "paths": paths, "code": regions.code(task["kept"] or ())}
-    Path(task["out"]).write_text(json.dumps(plain(result)), encoding="utf-8")
+
+    def result(trial: Trial) -> dict[str, Any]:
+        paths = [path for path in leaf_paths(trial.modules.roots()) if regions.can_keep(path)]
+        return {"paths": paths, "code": regions.code(task["kept"] or ())}
+
+    run_task(task, run, stop, regions.entered(task["kept"]), result)
 
 
 def _models(paths: Sequence[str]) -> list[Module]:
@@ -423,47 +383,3 @@ def _models(paths: Sequence[str]) -> list[Module]:
     having = [each for each in modules if set(paths) <= {path for path, _ in named_paths(each) if path}]
     inside = {inner for each in having for inner in each.modules() if inner is not each}
     return [each for each in having if each not in inside and unwrapped(each) is each]
-
-
-class _ScriptTraining:
-    """Context that notes the loss of each backward, and moves the weights at the first step of each optimizer."""
-
-    def __init__(self, task: dict[str, Any], stop: Callable[[], None]) -> None:
-        self.losses: list[float] = []
-        self.modules = ModuleCalls(None)
-        self._task, self._stop = task, stop
-        self._moved: list[Optimizer] = []
-        self._loop = TrainingLoop()
-        self._loop.listeners, self._loop.step_starts, self._loop.step_ended = [self], self._starts, self._ended
-        self._open = ExitStack()
-
-    def __enter__(self) -> _ScriptTraining:
-        self._open.enter_context(self._loop)
-        self._open.enter_context(self.modules.tracked())
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.close()
-
-    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Note a loss. Called by the training loop."""
-        self._stop_after_steps()  # a scaler may have skipped the last one
-        scaler = self._loop.scaler
-        scale = scaler.get_scale() if self._loop.loss_is_scaled and scaler is not None else 1.0
-        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
-        self.losses.append(float(loss.detach().sum()) / scale)
-        yield
-        if len(self.losses) == self._task["n_backward"]:
-            self._stop()
-
-    def _starts(self, optimizer: Optimizer, closure: bool) -> None:
-        if not any(each is optimizer for each in self._moved):
-            self._moved.append(optimizer)
-            move((p for group in optimizer.param_groups for p in group["params"]), self._task["seed"])
-
-    def _ended(self, optimizer: Optimizer) -> None:
-        self._stop_after_steps()
-
-    def _stop_after_steps(self) -> None:
-        if self._task["n_backward"] is None and self._loop.iterations.number >= self._task["steps"]:
-            self._stop()

@@ -1,229 +1,366 @@
-"""Verifies fixes: runs a step or a script again with a change, and looks whether the finding is gone.
+"""Finds out by trial runs which finding changes the training: the losses with a change are compared with those without.
 
-A script runs again in a fresh process. A change that can be applied from outside is JSON on the command line of that
-process: lines that compute in float32, a loss scale, a region that keeps no casts.
+The first trial computes everything in float32. If it trains as well, no rounding harms the training. If it trains
+better, the changes for the findings are tried, and then lines by bisection, until few lines explain the difference.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
-import torch
-from torch.nn import Module
+from ampkit.debugging.changes import Change, Clipping, LearningRate, LineChange, PolicyChange, advice, changes_for
+from ampkit.debugging.finding import Cause, Finding, Fix, Losses, Place, Report
+from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.trials import Attempt, NoResultError, smallest
+from ampkit.policy.module_paths import named_paths
 
-from ampkit.debugging.changes import Change, LineChange, Lines, LossScale, NoCache, PolicyChange, advice, changes_for
-from ampkit.debugging.finding import Finding, Fix, NonFiniteError, Report
-from ampkit.debugging.observe.call_sites import ModuleCalls
-from ampkit.debugging.snapshot import TrainingSnapshot
-
-_MORE_STEPS = 4  # steps of a script after the one with the symptom
-_MAX_SCRIPT_RUNS = 4
-_MAX_STEP_RUNS = 24
-_MAX_LINES = 8  # the most modules or lines of one change, which are added one by one
-_VERIFIED_STEPS = 4  # steps in a row that must be finite with a change
-_MAX_STEPS = 30  # the most steps to wait for these, while a loss scale settles
-
-Losses = dict[tuple[str, int], dict[int, float]]  # by line of backward, and by step
+T = TypeVar("T")
+_SMALLEST_GAP = 0.02  # of the loss; a smaller one is not a finding
+_MAKERS = tuple(f"aten::{name}" for name in ("_to_copy", "copy", "ones", "zeros", "full", "empty", "clone"))
+_N_SPREADS = 3.0  # the smallest gap, in multiples of the spread
+_FEW = 8  # lines or modules
+_DIVERGED = 100.0  # the smallest growth of a loss in float32 that shows divergence
+_UPDATES = (LearningRate, Clipping)
+_CLEAR_GAP = 0.2  # needs no second pair of runs, if it is 3 times the smallest gap
 
 
-class _Outcome(NamedTuple):
-    """The outcome of a run with a change."""
+class _Gap(NamedTuple):
+    """The difference of the losses of a line in two runs, in the second half of their steps, as a share of the loss."""
 
-    helps: bool | None  # None if the run came to no result
-    text: str
-    remaining: Finding | None = None  # of inf or NaN
+    share: float  # positive if the second run is better; inf or -inf if only one run is finite
+    spread: float  # root mean square of the differences in single steps
+    site: tuple[str, int]
+    steps: list[int]
+    before: float  # loss in the last step
+    after: float
 
 
-def _verify(
+class _EndedError(Exception):
+    """No further run is allowed."""
+
+
+def verify(
     report: Report,
-    modules: ModuleCalls,
-    attempt: Callable[[Finding, Change], _Outcome],
-    max_runs: int,
-    max_extensions: int,
+    run: Observer,
+    attempt: Attempt,
+    base: Losses,
     *,
-    is_script: bool = False,
+    max_runs: int,
+    seconds: float = math.inf,
+    tries_data: bool = True,
+    show: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Try changes for the findings of a report, and note those that help. A change is extended while it does not."""
-    runs = 0
-    for finding in report.ranked():
-        if finding.grade == "note" and (is_script or finding.check != "precision"):
-            continue
-        if is_script and finding.cause.is_of_data:
-            continue  # float32 may hide an error of the data
-        if finding.check == "nonfinite" and finding.scale is not None and _mishandles_scale(report):
-            finding.fix = Fix("correct the loop first: it mishandles scaled gradients")
-            continue
-        tried: list[str] = []
-        for change in changes_for(finding, modules.region, modules.model, modules.policy):
-            current, outcome = change, _Outcome(False, "")
-            for extension in range(max_extensions + 1):
-                if runs == max_runs:
-                    report.not_checked.append(f"more fixes than the {runs} that were tried")
-                    return
-                runs += 1
-                outcome = attempt(finding, current)
-                if outcome.helps is not False or extension == max_extensions:
-                    break
-                extended = _extended(current, outcome.remaining or finding)
-                if extended is None:
-                    break
-                current = extended
-            if outcome.helps:
-                finding.fix = Fix(current.code, True, outcome.text, tuple(tried))
-                break
-            if outcome.helps is None:
-                report.not_checked.append(f"whether a fix helps: {outcome.text}")
-                break
-            tried.append(f"{current.code} ({outcome.text})")
-        else:
-            if tried:
-                code = advice(finding) if finding.check in ("nonfinite", "data") else finding.fix.code
-                finding.fix = Fix(code, tried=tuple(tried))
+    """Find which findings of a report change the training, by at most `max_runs` runs.
 
-
-def _mishandles_scale(report: Report) -> bool:
-    return any(each.check == "loop order" and each.grade == "error" for each in report.findings)
-
-
-def _extended(change: Change, remaining: Finding) -> Change | None:
-    return change.extended(remaining) if isinstance(change, (LineChange, PolicyChange)) else None
-
-
-def _result(steps: int, before: Losses, after: Losses) -> _Outcome:
-    """Return the outcome of a run without the finding, with the loss of one line in the last step of both runs."""
-    for site, losses in after.items():
-        first, last = next(iter(losses.values())), next(reversed(losses.values()))
-        if not math.isfinite(last) or (math.isfinite(first) and abs(last) > 1 + 100 * abs(first)):
-            return _Outcome(False, f"the loss of {site[0]}:{site[1]} diverges")
-    text = f"did not recur in {steps} step{'s' if steps > 1 else ''}"
-    sites = sorted(after, key=lambda site: all(map(math.isfinite, before.get(site, {}).values())))
-    for site in sites:  # that of a loss which was not finite first
-        losses = after[site]
-        common = max(before.get(site, {}).keys() & losses.keys(), default=None)
-        if common is not None:
-            place = f"{site[0]}:{site[1]}" if len(after) > 1 else ""
-            where = " ".join(filter(None, (place and f"of {place}", f"in step {common}")))
-            return _Outcome(True, f"{text}; loss {where}: {before[site][common]:.4g} -> {losses[common]:.4g}")
-    return _Outcome(True, text)
-
-
-# --- a step
-
-
-def verify_step(
-    report: Report,
-    modules: ModuleCalls,
-    step: Callable[[], Any],
-    model: Module,
-    snapshot: TrainingSnapshot,
-    examination: Callable[..., Any],
-) -> None:
-    """Try changes for the findings of a step, each from the state in `snapshot`, in an `examination`."""
-    before = {site: dict(losses) for site, losses in report.losses.items()}
-
-    def attempt(finding: Finding, change: Change) -> _Outcome:
-        trial = examination(model, on_nonfinite="raise")
-        trial.chosen_step = 0 if finding.check == "precision" else -1
-        steps = in_a_row = 0
-        try:
-            with snapshot, change.around(), trial as after:
-                while in_a_row < _VERIFIED_STEPS and steps < _MAX_STEPS:
-                    values = [p.detach().clone() for p in model.parameters()]
-                    step()
-                    steps += 1
-                    if not snapshot.optimizers:
-                        snapshot.restore_gradients()  # else they would accumulate
-                    updated = not all(map(torch.equal, values, model.parameters()))
-                    in_a_row = in_a_row + 1 if updated or not snapshot.optimizers else 0
-        except NonFiniteError as error:
-            return _Outcome(False, "still not finite", error.report.nonfinite[0])
-        except RuntimeError as error:  # an operator refuses the mix of dtypes
-            return _Outcome(False, str(error).partition("\n")[0][:100])
-        if in_a_row < _VERIFIED_STEPS:
-            return _Outcome(False, "finite, but no parameter changes")
-        if any(each.grade in (finding.grade, "error") and each.check == finding.check for each in after.findings):
-            return _Outcome(False, "it recurs")
-        outcome = _result(steps, before, after.losses)
-        return outcome if snapshot.optimizers else outcome._replace(text=f"{outcome.text} (the step has no optimizer)")
-
-    _verify(report, modules, attempt, _MAX_STEP_RUNS, _MAX_LINES - 1)
-
-
-# --- a script
-
-
-def verify_script(report: Report, modules: ModuleCalls, command: Sequence[str], seconds: float) -> None:
-    """Try changes for the first findings of a report of a script, each in a run of at most `seconds`.
+    A finding whose change makes the training better is an error or a precision loss, and its fix is verified. If no
+    finding explains a training that is better in float32, one is added.
 
     Args:
-        report: the findings of a run; their fixes are replaced.
-        modules: the modules that ran.
-        command: the script and its arguments.
-        seconds: the most seconds for each run.
+        report: the findings of a run; their grades and fixes are changed.
+        run: the observed run.
+        attempt: runs the training again.
+        base: the losses of the run.
+        max_runs: the most runs.
+        seconds: no run starts after so many seconds.
+        tries_data: whether changes are tried for values that come from the data.
+        show: shows a line of progress.
     """
+    trials = _Trials(report, run, attempt, base, max_runs, time.monotonic() + seconds, tries_data, show)
+    try:
+        trials.compare()
+    except _EndedError:
+        report.not_checked.append(f"further changes: {trials.count} runs in {time.monotonic() - trials.start:.0f} s")
+    except NoResultError as error:
+        report.not_checked.append(f"whether a change helps: {error}")
+    except KeyboardInterrupt:
+        report.not_checked.append("further changes: the runs were interrupted")
+    if not report:
+        trials.add_without_place()
+    report.findings = [each for each in report.findings if (each.kind, each.grade) != ("divergence", "note")]
 
-    def attempt(finding: Finding, change: Change) -> _Outcome:
-        return _run_script(report, finding, change, command, seconds)
 
-    _verify(report, modules, attempt, _MAX_SCRIPT_RUNS, 1, is_script=True)
+class _Trials:
+    """The runs of a training with changes, each of which is executed once."""
 
+    def __init__(
+        self,
+        report: Report,
+        run: Observer,
+        attempt: Attempt,
+        base: Losses,
+        max_runs: int,
+        end: float,
+        tries_data: bool,
+        show: Callable[[str], None],
+    ) -> None:
+        self.count, self.start = 0, time.monotonic()
+        self._report, self._run, self._attempt, self._show = report, run, attempt, show
+        self._max_runs, self._end, self._tries_data = max_runs, end, tries_data
+        self._base = base
+        self._reference: Losses | None = None  # in float32
+        self._tried: set[str] = set()  # the code of changes
+        self._smallest_gap = _SMALLEST_GAP
 
-def _run_script(report: Report, finding: Finding, change: Change, command: Sequence[str], seconds: float) -> _Outcome:
-    last = finding.step if finding.check in ("nonfinite", "data") else finding.last
-    steps = max(last, finding.step) + _MORE_STEPS
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        options = ["--no-verify", "--json", str(file), "--steps", str(steps), "--apply", to_json(change)]
-        options += ["--chosen-step", "-1"]
+    def compare(self) -> None:
+        """Compare the training with the same in float32, and find the change that makes the difference."""
+        report, run = self._report, self._run
+        candidates = list(self._candidates())
+        if report and not candidates:
+            return  # no change can be applied from outside
+        everything = LineChange(next((each.device for each in report.findings), "cpu"), run.modules.region)
+        float32_helps = self._float32_helps(everything)
+        # A training that diverges in float32 too needs smaller updates, and nothing else.
+        usable = [each for each in candidates if float32_helps is not isinstance(each[1], _UPDATES)]
+        of_lines = [each for each in usable if isinstance(each[1], LineChange)]
+        if self._try([each for each in usable if each not in of_lines]):
+            return
+        if self._reference is not None and self._bisect_modules(everything):
+            return
+        if self._try(of_lines):
+            return
+        for finding in report.nonfinite:
+            if any(finding is each for each, _ in candidates):
+                finding.fix = replace(finding.fix, code=advice(finding))
+        if self._reference is not None:
+            self._bisect_lines(everything)
+
+    def _try(self, candidates: list[tuple[Finding, Change]]) -> bool:
+        """Try changes until one helps; return whether one does."""
+        for finding, change in candidates:
+            if change.code in self._tried:
+                continue
+            self._tried.add(change.code)
+            losses = self._losses(change)
+            if self._closes(change, losses):
+                assert not isinstance(losses, str)
+                self._verified(finding, change, losses)
+                return True
+            outcome = losses if isinstance(losses, str) else self._text(losses)
+            finding.fix = replace(finding.fix, tried=(*finding.fix.tried, f"{change.code} ({outcome})"))
+        return False
+
+    def _candidates(self) -> Iterator[tuple[Finding, Change]]:
+        """Yield changes for the findings, the most likely first: those for notes come last."""
+        modules = self._run.modules
+        errors = [each for each in self._report.findings if each.grade == "error"]
+        is_explained = any(each.check in ("data", "loop order") or each.cause.is_of_data for each in errors)
+        first = min(self._report.nonfinite, key=lambda each: each.step, default=None)
+        overflows = first is None or first.kind in ("overflow", "intermediate")
+        mishandles_scale = any(each.check == "loop order" for each in errors)
+        for finding in self._report.ranked():
+            if finding.cause.is_of_data and not self._tries_data:
+                continue  # float32 may hide an error of the data
+            if finding.kind == "divergence" and (is_explained or not overflows):
+                continue
+            if finding.check == "nonfinite" and finding.scale is not None and mishandles_scale:
+                finding.fix = Fix("correct the loop first: it mishandles scaled gradients")
+                continue
+            for change in changes_for(finding, modules.region, modules.model, modules.policy):
+                yield finding, change
+
+    # --- runs
+
+    def _losses(self, change: Change | None, seed: int = 0) -> Losses | str:
+        if self.count == self._max_runs or time.monotonic() > self._end:
+            raise _EndedError
+        self.count += 1
+        name = "with slightly different weights" if change is None else change.code
+        self._show(f"run {self.count}: {name[:100]}")
+        # Steps that are skipped while a scale settles are skipped here too. More of them are an effect of 16 bits.
+        skips = () if change is None or self._report.skips_many else self._run.loop.skipped
+        return self._attempt(change, seed, skips)
+
+    def _float32_helps(self, everything: Change) -> bool:
+        """Return whether the training is another in float32, beyond the spread of slightly different weights."""
+        report = self._report
+        if not self._run.low:
+            report.comparison = "not compared with float32: nothing was computed in 16 bits"
+            return False
+        reference = self._losses(everything)
+        gap = None if isinstance(reference, str) else _gap(self._base, reference)
+        if isinstance(reference, str) or gap is None:
+            why = reference if isinstance(reference, str) else "there is no loss of the same step"
+            report.comparison = f"not compared with float32: {why}"
+            return not _is_finite(self._base)
+        if gap.share == -math.inf:
+            report.comparison = "in float32 the loss is not finite"
+            return False
+        if gap.share == math.inf and not _stays(reference, _DIVERGED):
+            report.comparison = f"diverges in float32: {self._text(reference)}"
+            return False
+        if gap.share < math.inf:
+            moved = self._losses(None, 1)
+            around = None if isinstance(moved, str) else _gap(moved, self._base, gap.site)
+            if isinstance(moved, str) or around is None:
+                report.comparison = f"not compared with float32: a second run had no result ({moved})"
+                return False
+            spread = around.spread
+            self._smallest_gap = max(_SMALLEST_GAP, _N_SPREADS * spread)
+            shares = [abs(gap.share)]
+            if self._smallest_gap < shares[0] < max(_CLEAR_GAP, 3 * self._smallest_gap):
+                again = self._losses(everything, 1)
+                second = None if isinstance(again, str) else _gap(moved, again, gap.site)
+                shares.append(0.0 if second is None else math.copysign(second.share, gap.share * second.share))
+                if not isinstance(again, str) and (third := _gap(again, reference, gap.site)) is not None:
+                    spread = max(spread, third.spread)
+                    self._smallest_gap = max(_SMALLEST_GAP, _N_SPREADS * spread)
+            if min(shares) <= self._smallest_gap:
+                number = f"{100 * gap.share:+.1f}% +- {100 * spread:.1f}%"
+                steps = f"{gap.steps[0]}-{gap.steps[-1]}"
+                report.comparison = f"trains as well in float32: the loss differs by {number} in steps {steps}"
+                report.trains_as_well = True
+                return False
+        self._reference = reference
+        word = "better" if gap.share > 0 else "differently"
+        report.comparison = f"trains {word} in float32: {self._text(reference)}"
+        return True
+
+    def _closes(self, change: Change, losses: Losses | str) -> bool:
+        """Return whether a training with a change is about as good as in float32."""
+        if isinstance(losses, str):
+            return False
+        if self._reference is None or isinstance(change, _UPDATES):
+            return _is_finite(losses) and _stays(losses, 1.0)
+        gap = _gap(self._base, self._reference)
+        remaining = None if gap is None else _gap(losses, self._reference, gap.site)
+        if gap is None or remaining is None:
+            return False
+        return abs(remaining.share) <= max(self._smallest_gap, min(abs(gap.share), 1.0) / 2)
+
+    def _text(self, losses: Losses) -> str:
+        gap = _gap(self._base, losses)
+        if gap is None:
+            return "no loss of the same step"
+        place = f" of {gap.site[0]}:{gap.site[1]}" if len(losses) > 1 else ""
+        return f"loss{place} in step {gap.steps[-1]}: {gap.before:.4g} -> {gap.after:.4g}"
+
+    def _verified(self, finding: Finding, change: Change | None, losses: Losses) -> None:
+        """Set the verified fix of a finding, and its grade."""
+        if change is not None:
+            finding.fix = Fix(change.code, True, self._text(losses), finding.fix.tried)
+        if finding.grade == "note":
+            gap = _gap(self._base, losses)
+            finding.grade = "error" if gap is not None and gap.share == math.inf else "precision loss"
+
+    # --- bisection
+
+    def _bisect_modules(self, everything: LineChange) -> bool:
+        """Find few modules that make the difference, if a policy can keep them in float32; return whether there are."""
+        modules = self._run.modules
+        model = modules.model
+        if modules.region != "ampkit" or model is None:
+            return False
+        low = self._low_calls()
+        inside = {
+            path: [call for call in low if call.module and call.module.name == path] for path, _ in named_paths(model)
+        }
+        calls = {path: of_module for path, of_module in inside.items() if path and of_module}
+        return self._bisect(calls, lambda names: PolicyChange(everything.device, model, tuple(names), modules.policy))
+
+    def _bisect_lines(self, everything: LineChange) -> None:
+        """Find few lines that make the difference."""
+        lines: dict[tuple[str, int], list[Call]] = {}
+        for call in self._low_calls():
+            lines.setdefault(call.caller.line(), []).append(call)
+        self._bisect(lines, lambda some: LineChange(everything.device, everything.region, some))
+
+    def _bisect(self, calls: dict[T, list[Call]], change_of: Callable[[Sequence[T]], Change]) -> bool:
+        """Find at most `_FEW` keys of calls whose change helps, and add a finding; return whether there are any."""
+        best: tuple[Change, Losses, list[Call]] | None = None
+
+        def closes(keys: Sequence[T]) -> bool:
+            nonlocal best
+            change = change_of(keys)
+            losses = self._losses(change)
+            if isinstance(losses, str) or not self._closes(change, losses):
+                return False
+            if len(keys) <= _FEW:
+                best = change, losses, [call for key in keys for call in calls[key]]
+            return True
+
         try:
-            subprocess.run(
-                [sys.executable, "-m", "ampkit", "debug", *options, *command],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=seconds,
-                check=False,
-            )
-            after = json.loads(file.read_text(encoding="utf-8"))
-        except (subprocess.TimeoutExpired, OSError, ValueError):
-            return _Outcome(None, f"the script did not end within {seconds:.0f} s, or was killed")
-    if after["incomplete"]:
-        return _Outcome(False, after["incomplete"])
-    if after["steps"] <= finding.step:
-        return _Outcome(False, "the script ended too early")
-    for each in after["findings"]:
-        if each["grade"] != "note" and (each["check"] == finding.check or each["rank"] == 1):
-            return _Outcome(False, f"still there: {each['what']}")
-    losses = {
-        (each["file"], each["line"]): dict(zip(each["steps"], map(float, each["losses"]), strict=True))
-        for each in after["losses"]
-    }
-    return _result(after["steps"], report.losses, losses)
+            smallest(list(calls), closes)
+        finally:
+            if best is not None:
+                self._add(*best)
+        return best is not None
+
+    def _low_calls(self) -> list[Call]:
+        """Return the calls of lines in 16 bits, in the order of the lines."""
+        calls = [call for call in self._run.low.values() if call.phase != "optimizer" and not call.caller.outside]
+        calls = [call for call in calls if call.caller.line()[1]]
+        return sorted(calls, key=lambda call: (*call.caller.line(), call.index))
+
+    def add_without_place(self) -> None:
+        """Add a finding if the training is another in float32, and no line explains it."""
+        if self._reference is not None:
+            self._add(None, self._reference, [])
+
+    def _add(self, change: Change | None, losses: Losses, calls: list[Call]) -> None:
+        """Add the finding of a bisection, or note its fix in the error that it prevents."""
+        places = [self._run.place(call) for call in calls]
+        rounds = next((place for place in places if not place.op.startswith(_MAKERS)), places[0] if places else Place())
+        sites, is_finite = {place.site for place in places}, _is_finite(self._base)
+        errors = [each for each in self._report.ranked() if each.check == "nonfinite" and each.grade == "error"]
+        errors = [each for each in errors if not is_finite or each.place.site in sites]
+        if errors:
+            self._verified(errors[0], change, losses)
+            return
+        operators = ", ".join(dict.fromkeys(place.op for place in places))
+        text = f"{operators} in 16 bits; " if operators else ""
+        finding = Finding(
+            grade="note",
+            check="training",
+            cause=Cause("imprecise", f"{text}in float32 {self._text(self._reference or losses)}"),
+            what="16 bits change the training",
+            place=rounds,
+            producer=places[0] if places and places[0] != rounds else None,
+            fix=Fix("train in float32: no few lines were found that make the difference"),
+            last=max(0, self._run.step - 1),
+        )
+        self._verified(finding, change, losses)
+        self._report.add(finding)
 
 
-def to_json(change: Change) -> str:
-    """Return a change as the argument of a command."""
-    data: dict[str, Any] = {"kind": type(change).__name__}
-    if isinstance(change, LineChange):
-        data |= {"device": change.device, "region": change.region, "lines": change.lines}
-    return json.dumps(data)
+def _gap(before: Losses, after: Losses, site: tuple[str, int] | None = None) -> _Gap | None:
+    """Return the gap of a line of backward, or the largest gap; None if no step has a loss in both."""
+    gaps = [
+        _gap_of_line(each, losses, after[each], steps)
+        for each, losses in before.items()
+        if site in (None, each) and (steps := sorted(losses.keys() & after.get(each, {}).keys()))
+    ]
+    return max(gaps, key=lambda gap: abs(gap.share), default=None)
 
 
-def applied(text: str | None) -> AbstractContextManager[Any]:
-    """Return the context that applies a change; an empty one without."""
-    if text is None:
-        return nullcontext()
-    data = json.loads(text)
-    if data["kind"] == "LineChange":
-        return LineChange(data["device"], data["region"], tuple(Lines(*lines) for lines in data["lines"])).around()
-    return {"LossScale": LossScale, "NoCache": NoCache}[data["kind"]]().around()
+def _gap_of_line(site: tuple[str, int], before: dict[int, float], after: dict[int, float], steps: list[int]) -> _Gap:
+    half = steps[len(steps) // 2 :]
+    ends = before[steps[-1]], after[steps[-1]]
+    if not all(math.isfinite(after[step]) for step in half):
+        return _Gap(-math.inf, math.inf, site, half, *ends)
+    if not all(math.isfinite(before[step]) for step in half):
+        return _Gap(math.inf, math.inf, site, half, *ends)
+    finite = [[losses[step] for step in steps if math.isfinite(losses[step])] for losses in (before, after)]
+    size = max(map(_mean, finite)) or 1.0
+    differences = [(before[step] - after[step]) / size for step in half]
+    spread = math.sqrt(statistics.mean(each * each for each in differences))
+    return _Gap(statistics.mean(differences), spread, site, half, *ends)
+
+
+def _stays(losses: Losses, factor: float) -> bool:
+    """Return whether losses end at most at a multiple of the first."""
+    values = ([*each.values()] for each in losses.values())
+    return all(_mean(each[len(each) // 2 :]) <= factor * max(abs(each[0]), 1e-3) for each in values)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.mean(map(abs, values))
+
+
+def _is_finite(losses: Losses) -> bool:
+    return all(math.isfinite(loss) for of_line in losses.values() for loss in of_line.values())

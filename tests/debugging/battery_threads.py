@@ -283,7 +283,7 @@ def embedding_of_a_timestep(x: Tensor) -> Tensor:     # modelscope/DiffSynth-Stu
     return x * angle.sin().to(x.dtype)
 
 
-@planted("aten::(elu|add.Tensor)", r"error begins with", WIDER + "|exp", dtype=B16, tool="precision")
+@planted("aten::(elu|add.Tensor)", r"aten::elu.* in 16 bits", WIDER + "|exp", dtype=B16, tool="precision")
 def feature_map_of_attention(x: Tensor) -> Tensor:     # fla-org/flash-linear-attention#1261
     q = F.elu(x - 6) + 1        # here
     return q / q.sum(-1, keepdim=True) * torch.arange(16)

@@ -20,6 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 MISSING: dict[str, set[str]] = {
     "gumbel_noise": {"cause"},  # the row of an inf that is masked, in place of that of the NaN
     "mask_of_large_numbers": {"change"},  # the mask is taken for data
+    "a_moving_average_in_half": {"change"},  # no loss depends on it, so a run in float32 does not show it
+    # Updates and sums of gradients without an optimizer, whose effect on the loss is too small:
+    "update_by_hand": {"op", "line", "cause", "change"},
+    "accumulation_in_bfloat16": {"op", "line", "cause", "change"},
     # Averages that are copied, not updated in place, in trainings of 12 steps:
     "moving_average_of_weights": {"op", "line", "cause", "change"},
     "decay_in_bfloat16": {"op", "line", "cause", "change"},

@@ -43,7 +43,7 @@ def test_a_traceback_begins_at_the_script(script: Path, capsys: pytest.CaptureFi
     script.write_text(f"{SCRIPT}model(torch.ones(2, 5))\n")
     assert main(["debug", "train.py"]) == 3
     out, err = capsys.readouterr()
-    assert err.splitlines()[1] == '  File "train.py", line 9, in <module>'
+    assert err.splitlines()[2] == '  File "train.py", line 9, in <module>'
     assert "runpy" not in err
     assert "the run did not reach its end: the script failed with RuntimeError: " in out
     assert "mat1 and mat2 shapes" in out
@@ -90,4 +90,4 @@ def test_a_reader_that_has_ended_is_no_bad_input(
         patched.setattr(sys, "stdout", broken)
         code = main(["debug", "train.py"])
     assert code == 141
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "ampkit debug: the script starts\n"

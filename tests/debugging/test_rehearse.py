@@ -8,7 +8,6 @@ import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, Policy, Rule, autocast, record_casts
-from ampkit.debugging import cli, rehearsal, rehearse
+from ampkit.debugging import cli, rehearse, trials
 from ampkit.debugging.changes import replaced_regions
 from ampkit.debugging.rehearsal import compare
 from benchmarks.fragile_models import DifferenceNorm
@@ -291,15 +290,8 @@ SCRIPT = """
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A script, and the command's processes as calls in this one."""
-
-    def run(command: list[str], **options: Any) -> Any:
-        torch.manual_seed(0)
-        code = cli.main(command[command.index("debug") + 1 :])
-        return SimpleNamespace(stderr=f"exit code {code}")
-
-    monkeypatch.setattr(rehearsal.subprocess, "run", run)
+def script(tmp_path: Path, in_process: None) -> str:
+    """A script, whose processes are calls in this one."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
     return str(path)
@@ -327,4 +319,4 @@ def test_the_command_starts_processes_and_says_why_they_end(tmp_path: Path, caps
     assert cli.main(["rehearse", str(path)]) == cli.INCONCLUSIVE
     assert "the script ended with sys.exit('no data')" in capsys.readouterr().err
     assert cli.main(["rehearse", str(tmp_path / "absent.py")]) == cli.BAD_INPUT
-    assert subprocess.run is rehearsal.subprocess.run
+    assert subprocess.run is trials.subprocess.run

@@ -46,7 +46,7 @@ def test_lines_fit_the_terminal() -> None:
     finding = Finding(grade="error", check="nonfinite", cause=cause, what="the loss is NaN", last=39)
     finding.place = Place("train.py", 11, "aten::mm", "1")
     finding.inputs = (Operand("float16", "float16[8, 32] up to 823"),) * 2
-    finding.fix = Fix("compute train.py:11 in float32", verified=True, result="did not recur in 4 steps")
+    finding.fix = Fix("compute train.py:11 in float32", verified=True, result="loss in step 3: nan -> 0.2")
     report = Report([finding], steps=40, operators=4170)
     assert report.text(60).splitlines() == [
         'error: train.py:11 (aten::mm, module "1"): the loss is NaN',
@@ -56,7 +56,7 @@ def test_lines_fit_the_terminal() -> None:
         "  inputs    float16[8, 32] up to 823, float16[8, 32] up to",
         "            823",
         "  fix       compute train.py:11 in float32",
-        "  verified  did not recur in 4 steps",
+        "  verified  loss in step 3: nan -> 0.2",
         "checked 4170 operators in 40 steps: 1 error",
     ]
     assert len(report.text().splitlines()) == 6
@@ -116,7 +116,7 @@ def test_the_command(debug: Command) -> None:
     assert "train.py:11 (aten::log): the loss is -inf in step" in debug.out
     assert debug.out.endswith(f"\n{json.loads(Path('r0.json').read_text())['text']}\n")
     assert debug("4", "9") == 0
-    assert "in 4 steps: no problems found" in debug.out
+    assert "in 4 steps: no problems found\ntrains as well in float32: the loss differs by " in debug.out
     assert debug("--no-verify", "--from-step", "2", "4", "3") == 1
     assert "the loss is -inf in step 3" in debug.out
     assert debug("--no-verify", "--from-step", "3", "4", "2") == 1  # the parameter is broken by then

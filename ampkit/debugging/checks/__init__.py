@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `LoopOrder` | calls of scaler, backward, clipping, optimizer and scheduler in the wrong order | `loop_order` |
 | `NonFinite` | the operator where inf and NaN begin, and why | `nonfinite`, with the four files below |
+| `Divergence` | a loss that grows until it overflows | `divergence` |
 | `Zeros` | results, and casts in hooks, that rounding turns into 0 | `zeros` |
 | `Casts` | values that a dtype cannot hold: integers that wrap around, values that become equal | `casts` |
 | `Sums` | sums, counts and averages that stop growing, and operators that add up in 16 bits | `sums` |
@@ -15,8 +16,7 @@
 | `Trained` | gradients that no optimizer uses, and optimizers without gradients | `trained` |
 | `Clipping` | clipping of nothing | `clipping` |
 | `Replicas` | replicated parameters that differ on several ranks | `replicas` |
-| `Linearity` | custom functions whose gradient does not follow the loss; in chosen steps | `linearity` |
-| `Precision` | steps that are far off the same step in float32; in chosen steps | `precision`, `reference_copies` |
+| `Linearity` | custom functions whose gradient does not follow the loss; in some steps | `linearity` |
 
 `NonFinite` uses `data` (values that came with the data), `origins` (which non-finite values of a step are errors),
 `causes` (why an operator's result is not finite) and `replay` (the earlier calls whose rounding is the reason). To add
@@ -26,10 +26,10 @@ a check, write a subclass of `Check` and add it to the list; to remove one, dele
 from ampkit.debugging.checks.casts import Casts
 from ampkit.debugging.checks.check import Check
 from ampkit.debugging.checks.clipping import Clipping
+from ampkit.debugging.checks.divergence import Divergence
 from ampkit.debugging.checks.linearity import Linearity
 from ampkit.debugging.checks.loop_order import LoopOrder
 from ampkit.debugging.checks.nonfinite import NonFinite
-from ampkit.debugging.checks.precision import Precision
 from ampkit.debugging.checks.replicas import Replicas
 from ampkit.debugging.checks.scaled_numbers import ScaledNumbers
 from ampkit.debugging.checks.stale_casts import StaleCasts
@@ -43,6 +43,7 @@ from ampkit.debugging.checks.zeros import Zeros
 CHECKS: tuple[type[Check], ...] = (
     LoopOrder,
     NonFinite,
+    Divergence,
     Zeros,
     Casts,
     Sums,
@@ -55,7 +56,6 @@ CHECKS: tuple[type[Check], ...] = (
     Clipping,
     Replicas,
     Linearity,
-    Precision,
 )
 
 __all__ = ["CHECKS", "Check", "LoopOrder"]

@@ -32,11 +32,9 @@ class Check:
 
     name: ClassVar[str]  # `check` of its findings
     needs_operators: ClassVar[bool] = True  # it observes operators, which takes a dispatch mode
-    is_expensive: ClassVar[bool] = False  # it is active in chosen steps only
 
     def __init__(self, run: Observer, add: Add) -> None:
         self.run, self.add = run, add
-        self.active = True
 
     def found(self, at: Call | Place, grade: Grade, cause: Cause, what: str, fix: str, **fields: Any) -> None:
         """Add a finding of this step."""
@@ -46,10 +44,6 @@ class Check:
 
     def opened(self, stack: ExitStack) -> None:
         """Register hooks, which `stack` removes."""
-
-    def operator_starts(self, call: Call) -> Callable[[], None] | None:
-        """Prepare for an operator that is about to run. Return a function to call after it."""
-        return None
 
     def operator_ran(self, call: Call) -> None:
         """Check an operator that has just run."""
@@ -65,10 +59,6 @@ class Check:
 
         `complete` is False if an exception ended it.
         """
-
-    def step_chosen(self, chosen: bool) -> None:
-        """Begin a step, which is or is not chosen for expensive checks."""
-        self.active = chosen or not self.is_expensive
 
     def ended(self) -> None:
         """Add what was found in the whole run, which has ended."""

@@ -43,10 +43,9 @@ class _Nonlinear(NamedTuple):
 
 
 class Linearity(Check):
-    """Tries each custom function that runs in a chosen step."""
+    """Tries each custom function that runs in steps 0, 1, 2, 4, 8 and so on."""
 
     name = "linearity"
-    is_expensive = True
 
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
@@ -57,8 +56,10 @@ class Linearity(Check):
     def opened(self, stack: ExitStack) -> None:
         stack.callback(self._remove_handles)
 
-    def step_chosen(self, chosen: bool) -> None:
-        self.active = chosen and rank() is None
+    @property
+    def active(self) -> bool:
+        """Whether the step is one in which functions and hooks are tried."""
+        return self.run.step & (self.run.step - 1) == 0 and rank() is None
 
     def not_checked(self) -> list[str]:
         return [] if rank() is None else ["linearity of backward, which all ranks would have to try together"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampkit.debugging.finding import Place
+from ampkit.debugging.finding import Losses, Place
 from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.observe.operator_properties import OperatorProperties, properties_of, readable, tensors_in
@@ -33,7 +33,7 @@ from ampkit.debugging.torch_private import (
     storage_key,
 )
 from ampkit.dispatch.weight_cache import invalidate_casts
-from ampkit.dtypes import dtype_name
+from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.torch_private import ObserverMode, OpOverload, loaded
 
 
@@ -67,13 +67,13 @@ class Observer(ObserverMode):
         self.begun = False  # operators are observed
         self.compiled = False  # compiled functions ran
         self.scale: float | None = None  # the loss scale, if a scaler takes part
-        self.losses: dict[tuple[str, int], dict[int, float]] = {}  # unscaled, by line of backward and by step
+        self.losses: Losses = {}
+        self.low: dict[Any, Call] = {}  # a call of each line and module that computes in 16 bits
         self.last_loss = 0.0
         self.backwards = 0  # calls of backward in this step
         self.step = 0  # iterations that have ended
         self.count = 0  # operators observed
         self.computed = False  # an operator of this step counts as training, see `_run`
-        self.operator_starts: list[Callable[[Call], Callable[[], None] | None]] = []
         self.operator_ran: list[Callable[[Call], None]] = []
         self.on_state: Callable[[Any], object] = lambda owner: None  # called before an optimizer or a scaler changes
         self.on_step_starts: Callable[[Any, bool], None] = lambda optimizer, closure: None
@@ -241,7 +241,6 @@ class Observer(ObserverMode):
         )
         if op.writes and not op.overwrites and not op.communicates:
             call.before = {id(tensor): tensor.clone() for tensor in op.written(args, kwargs)}
-        ends = [end for starts in self.operator_starts if (end := starts(call)) is not None]
         call.result = result = op.func(*args, **kwargs)
         if self.operator_ran:
             self.tape.record(call)
@@ -250,8 +249,9 @@ class Observer(ObserverMode):
         call.outputs = list(readable(op.outputs(result, args, kwargs)))
         if not (op.takes_storage or op.uninitialized or op.communicates):
             call.ranges = [extremes(output) for output in call.outputs]
-        for end in ends:
-            end()
+        for output in call.outputs:
+            if output.dtype in SIXTEEN_BIT:
+                self.low.setdefault((call.site, call.module and call.module.name), call)
         for report in self.operator_ran:
             report(call)
         return result

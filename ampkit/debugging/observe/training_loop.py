@@ -92,6 +92,7 @@ class TrainingLoop:
         self.step_is_skipped = False  # by the scaler, in its last `step`
         self.n_skipped_steps = 0  # calls of the scaler's `step` that did not call the optimizer
         self.skips = 0  # iterations in which a scaler skipped a step
+        self.skipped: set[int] = set()  # their numbers
         self.last_skip = 0
         self._skipped_since_update = False
         self._depth = 0
@@ -212,6 +213,7 @@ class TrainingLoop:
         if self.step_is_skipped:
             self._skipped_since_update = True
             self.n_skipped_steps += 1
+            self.skipped.add(self.iterations.number)
             self.iterations.step_ended(optimizer)
             self.dtypes.clear()
 

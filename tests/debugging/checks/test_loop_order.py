@@ -156,7 +156,7 @@ def test_a_correct_loop(loop: Callable[[], None]) -> None:
     with Examination(checks=[LoopOrder]) as report:
         loop()
     assert report.status == "clean", str(report)
-    assert "no problems found" in str(report)
+    assert "no findings" in str(report)
     assert report.findings == []
 
 

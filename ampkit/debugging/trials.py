@@ -1,0 +1,279 @@
+"""Trial runs: a training runs again with a change, and only the loss of each backward is recorded.
+
+A trial enters no dispatch mode, so it takes about as long as the training without any tool. A script runs in a process
+of its own, which gets its task, including the change, as JSON on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ampkit.debugging.changes import Change, Clipping, LearningRate, LineChange, LossScale, NoCache
+from ampkit.debugging.finding import Losses, plain
+from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
+from ampkit.debugging.observe.training_loop import TrainingLoop
+from ampkit.debugging.snapshot import TrainingSnapshot
+
+_MORE_STEPS = 26  # of a step function, while a loss scale settles
+_START = 60.0  # seconds that a process may take to start and to end
+
+Attempt = Callable[[Change | None, int, Iterable[int]], Losses | str]
+"""`attempt(change, seed, skips)` returns the losses of a training with a change, or why there are none. For `seed` and
+`skips` see `Trial`."""
+
+T = TypeVar("T")
+
+
+class NoResultError(RuntimeError):
+    """A process that runs a script ended without a result."""
+
+
+class Trial:
+    """Context that records the loss of each backward, and moves the weights at the first step of each optimizer.
+
+    The losses of a step whose gradients are not finite when the optimizer runs are recorded as NaN.
+
+    Args:
+        stop: ends the training; called after `steps` iterations, `backwards` calls of backward or `seconds`, if given.
+        seed: seed of the change of the weights; 0: no change.
+        skips: numbers of iterations whose optimizer steps have no effect: a scaler skips them without the change.
+    """
+
+    def __init__(
+        self,
+        stop: Callable[[], None],
+        *,
+        seed: int = 0,
+        skips: Iterable[int] = (),
+        steps: int | None = None,
+        backwards: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        self.all: list[float] = []  # losses in the order of the calls of backward
+        self.losses: Losses = {}
+        self.updates = 0  # steps of optimizers
+        self.modules = ModuleCalls(None)
+        self._stop, self._seed, self._steps, self._backwards = stop, seed, steps, backwards
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._moved: list[Optimizer] = []
+        self._skips, self._before = frozenset(skips), list[tuple[Tensor, Tensor]]()
+        self._is_new = False  # the optimizer has no state yet
+        self.loop = TrainingLoop()
+        self.loop.listeners, self.loop.step_starts, self.loop.step_ended = [self], self._starts, self._ended
+        self._open = ExitStack()
+
+    def __enter__(self) -> Trial:
+        self._open.enter_context(self.loop)
+        self._open.enter_context(self.modules.tracked())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
+
+    def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Record a loss. Called by the training loop."""
+        self._stop_after_steps()  # a scaler may have skipped the last one
+        scaler = self.loop.scaler
+        scale = scaler.get_scale() if self.loop.loss_is_scaled and scaler is not None else 1.0
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+        self.all.append(float(loss.detach().sum()) / scale)
+        self.losses.setdefault(find_caller(1).line(), {})[self.loop.iterations.number] = self.all[-1]
+        yield
+        if len(self.all) == self._backwards:
+            self._stop()
+
+    def _starts(self, optimizer: Optimizer, closure: bool) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            for losses in self.losses.values():
+                losses |= {step: float("nan") for step in losses if step == self.loop.iterations.number}
+        if not any(each is optimizer for each in self._moved):
+            self._moved.append(optimizer)
+            move(parameters, self._seed)
+        if self.loop.iterations.number in self._skips:
+            state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+            self._before = [(each, each.detach().clone()) for each in (*parameters, *state)]
+            self._is_new = not optimizer.state
+
+    @torch.no_grad()
+    def _ended(self, optimizer: Optimizer) -> None:
+        self.updates += not self._before
+        for tensor, value in self._before:
+            tensor.copy_(value)
+        if self._before and self._is_new:
+            optimizer.state.clear()
+        self._before = []
+        self._stop_after_steps()
+
+    def _stop_after_steps(self) -> None:
+        is_last = self._steps is not None and self.loop.iterations.number >= self._steps
+        if is_last or (self._end is not None and time.monotonic() > self._end):
+            self._stop()
+
+
+@torch.no_grad()
+def move(parameters: Iterable[Tensor], seed: int) -> None:
+    """Change parameters by a hundredth of themselves; by nothing if `seed` is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters if seed else ():
+        if parameter.is_floating_point():
+            parameter.mul_(1 + 1e-2 * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def smallest(items: list[T], closes: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Return few items for which `closes` is true, by bisection; none if it is false for all of them."""
+    if not items or not closes(items):
+        return []
+    parts = 2
+    while len(items) > 1:
+        size = math.ceil(len(items) / parts)
+        chunks = [items[i : i + size] for i in range(0, len(items), size)]
+        rest = [[item for item in items if item not in chunk] for chunk in chunks]
+        smaller = next((each for each in (*chunks, *rest) if each and len(each) < len(items) and closes(each)), None)
+        if smaller is None and size == 1:
+            break
+        parts = min(2 * parts, len(items)) if smaller is None else 2
+        items = smaller or items
+    return items
+
+
+# --- a step
+
+
+def step_attempt(step: Callable[[], Any], model: Module, snapshot: TrainingSnapshot, n_steps: int) -> Attempt:
+    """Return the attempts of a step function, each of which starts from the state in `snapshot`.
+
+    A training whose optimizer never runs, or whose gradients are not finite without an optimizer, has losses of NaN.
+    """
+
+    settling: set[int] = set()  # steps that the scaler skips without a change
+
+    def attempt(change: Change | None, seed: int, skips: Iterable[int]) -> Losses | str:
+        trial = Trial(lambda: None, seed=seed, skips=settling if change is not None else ())
+        around = nullcontext() if change is None else change.around()
+        is_finite = True
+        try:
+            with warnings.catch_warnings(), snapshot, torch.compiler.set_stance("force_eager"), around, trial:
+                warnings.simplefilter("ignore")  # the step's own run has shown them
+                for _ in range(n_steps + _MORE_STEPS):
+                    step()
+                    if not trial.loop.optimizers:
+                        is_finite &= all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+                        snapshot.restore_gradients()  # else they would accumulate
+                    if (trial.updates if trial.loop.optimizers else len(trial.all)) >= n_steps:
+                        break
+        except Exception as error:  # the user's code, which may refuse other dtypes or more steps
+            return str(error).partition("\n")[0][:100]
+        if is_finite and (trial.updates or not trial.loop.optimizers):
+            if change is None and seed == 0:
+                settling.update(trial.loop.skipped)
+            return trial.losses
+        return {site: dict.fromkeys(losses, math.nan) for site, losses in trial.losses.items()}
+
+    return attempt
+
+
+# --- a script
+
+
+def script_attempt(command: Sequence[str], steps: int, seconds: float, *, may_fail: bool) -> Attempt:
+    """Return the attempts of a script, given with its arguments, each of which is a process of its own.
+
+    Args:
+        command: the script and its arguments.
+        steps: the iterations after which a run ends; 0: at the script's end.
+        seconds: the seconds after which a run ends.
+        may_fail: whether the losses count of a run that fails.
+    """
+
+    def attempt(change: Change | None, seed: int, skips: Iterable[int]) -> Losses | str:
+        limits = {"steps": steps or None, "seconds": seconds}
+        task = {"change": to_json(change), "seed": seed, "skips": list(skips), **limits}
+        result = run_script(command, task, timeout=seconds + _START)
+        if result["why"] and not may_fail:
+            return str(result["why"])
+        return {(file, line): {step: float(loss) for step, loss in losses} for file, line, losses in result["losses"]}
+
+    return attempt
+
+
+def run_script(
+    command: Sequence[str], task: dict[str, Any], *options: str, timeout: float | None = None
+) -> dict[str, Any]:
+    """Run a script in a process of its own, and return the result that `run_task` writes.
+
+    Raises:
+        NoResultError: with the end of the script's errors.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        arguments = [*options, "--task", json.dumps({"out": str(out), **task}), *command]
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", "ampkit", "debug", *arguments],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise NoResultError(f"the script did not end within {timeout:.0f} s") from None
+        except OSError as error:
+            raise NoResultError(f"the script did not start: {error}") from None
+        if not out.exists():
+            raise NoResultError("the script did not come to a result: " + ended.stderr.strip()[-2000:])
+        result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return result
+
+
+def run_task(
+    task: dict[str, Any],
+    run: Callable[[AbstractContextManager[Any]], str],
+    stop: Callable[[], None],
+    around: AbstractContextManager[Any],
+    result: Callable[[Trial], dict[str, Any]] = lambda trial: {},
+) -> None:
+    """Execute a training of `run_script` in this process, and write its result.
+
+    `run` runs the script under a context and returns why it did not reach its end, if it did not; `stop` ends it.
+    """
+    limits = {name: task.get(name) for name in ("steps", "backwards", "seconds")}
+    trial = Trial(stop, seed=task["seed"], skips=task.get("skips", ()), **limits)
+    with around, torch.compiler.set_stance("force_eager"):
+        why = run(trial)
+        losses = [(*site, list(losses.items())) for site, losses in trial.losses.items()]
+        content = {"why": why, "all": trial.all, "losses": losses, **result(trial)}
+    Path(task["out"]).write_text(json.dumps(plain(content)), encoding="utf-8")
+
+
+def to_json(change: Change | None) -> dict[str, Any] | None:
+    """Return a change as a part of a task; None for none."""
+    return None if change is None else {"kind": type(change).__name__, **vars(change)}
+
+
+def applied(data: dict[str, Any] | None) -> AbstractContextManager[Any]:
+    """Return the context that applies the change of a task; an empty one without."""
+    if data is None:
+        return nullcontext()
+    kinds: dict[str, Any] = {each.__name__: each for each in (LineChange, LossScale, NoCache, LearningRate, Clipping)}
+    return kinds[data.pop("kind")](**data).around()
