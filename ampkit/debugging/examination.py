@@ -105,9 +105,6 @@ class Examination:
             report.not_checked += check.not_checked()
         self._note_skips()
         self._note_consequences()
-        for diverges in [each for each in report.findings if each.kind == "divergence" and each.grade != "note"]:
-            for finding in report.nonfinite:
-                finding.grade = "note" if finding.step > diverges.step else finding.grade
         if not run.loop.optimizers and not report.steps > 1:
             report.not_checked.append("changes between steps: no optimizer stepped, so the run counts as one step")
 
@@ -170,11 +167,12 @@ class Examination:
         self._add(replace(most, grade="precision loss", what=f"{text}: {most.what}", fix=Fix(advice(most))))
 
     def _note_consequences(self) -> None:
-        """Make a note of each overflow in steps after an error that changes the state of the training."""
-        changes = [each for each in self.report.findings if each.check in ("state in place", "scaled numbers")]
+        """Make a note of each overflow in steps after an error that changes the training, or after it diverged."""
+        checks = ("state in place", "scaled numbers", "divergence")
+        changes = [each for each in self.report.findings if each.check in checks]
         for finding in self.report.nonfinite:
             before = next((each for each in changes if each.grade == "error" and each.step < finding.step), None)
-            if before is not None and finding.kind in ("overflow", "intermediate"):
+            if before is not None and (before.check == "divergence" or finding.kind in ("overflow", "intermediate")):
                 finding.grade = "note"
                 text = f"{finding.cause.text}; it may follow from the error at {before.place.file}:{before.place.line}"
                 finding.cause = replace(finding.cause, text=text)

@@ -41,6 +41,8 @@ def step_in_float32(
     """
     every = lists if remainders is None else [*lists, remainders]
     kernels.check_parallel("step", params=lists[0], **{f"list {i}": tensors for i, tensors in enumerate(every[1:])})
+    if remainders is not None:  # as the integers that they are: some of the patterns are NaN in float16
+        every = [*lists, [each.view(torch.int16) for each in remainders]]
     if streams is not None:
         foreach_add_(streams, [kernels.rounding.STEP] * len(streams))
     for dtype in set(map(_dtype_of, lists[0])):
@@ -62,7 +64,7 @@ def _step_alike(lists: Lists, joins: bool, streams: list[Tensor] | None, factor:
     most = PIECE << max(0, torch.get_num_threads().bit_length() - 3)
     space = min(most, sum(map(Tensor.numel, lists[0])))
     copies = torch.empty((n_lists, space), dtype=torch.float32, device="cpu")
-    lower = torch.empty(space, dtype=kernels.rounding.REMAINDER, device="cpu")
+    lower = torch.empty(space, dtype=torch.int16, device="cpu")
     copied = [i for i in range(n_lists) if i != GRADS and not _is_float32(lists[i])]
     rounded = [i for i in copied if lists[i][0].dtype is torch.bfloat16 and not (joins and i == 0)]
     random = kernels.rounding.RandomBits(streams, space) if streams is not None and rounded else None

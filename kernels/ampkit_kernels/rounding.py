@@ -182,7 +182,7 @@ def split_(master: Tensor, remainder: Tensor) -> None:
     else:
         weight, exact = split(master)
         master.copy_(weight)
-        remainder.copy_(exact)
+        remainder.view(torch.int16).copy_(exact.view(torch.int16))
 
 
 def round_(x: Tensor, bits: Tensor) -> None:

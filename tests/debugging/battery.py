@@ -451,7 +451,7 @@ for name, does, at, cause, change in (
      r"unscale_.*(twice|2 times)", r"once"),
     ("backward_inside_the_region", "zero_grad inside step update", "inside",
      r"backward.*(region|autocast)", r"after|outside"),
-    ("scaler_with_bfloat16", "zero_grad bfloat16 step update", "bfloat16", r"bfloat16", r"enabled=False|without"),
+    ("scaler_with_bfloat16", "zero_grad bfloat16 step update", "bfloat16", r"bfloat16", r"GradGuard"),
     ("gradients_never_zeroed", "unscaled optimizer.step", "optimizer.step", r"zero_grad", r"zero_grad\(\)"),
     ("accumulated_without_dividing", "zero_grad" + 4 * " unscaled" + " optimizer.step", "unscaled",
      r"(4|four) (times|backward).*", r"/ 4"),

@@ -79,7 +79,7 @@ def test_ranks_that_outlive_their_group_end(tmp_path: Path) -> None:
         for each in ranks:
             each.kill()
     assert [each.returncode for each in ranks] == [0, 0]
-    assert all("no problems found" in text for text in printed)
+    assert all("no findings" in text for text in printed)
 
 
 def replicas(rank: int, world: int, program: str) -> list[tuple[str, str, int]]:

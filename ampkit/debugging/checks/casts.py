@@ -48,7 +48,8 @@ class Casts(Check):
             self._note_eps(call, output)
         if call.ranges:
             self._check_spacing(call, output)
-        is_integer = not output.dtype.is_floating_point and output.dtype not in (torch.bool, torch.int64)
+        is_real = output.dtype.is_floating_point or output.is_complex()
+        is_integer = not is_real and output.dtype not in (torch.bool, torch.int64)
         if base in _CASTS or base in _RANGES or (base in _ARITHMETIC and is_integer and output.itemsize <= 2):
             calls = self._calls[call.site] = self._calls.get(call.site, 0) + 1
             if calls > _CHECKED_CALLS and calls % 64:
