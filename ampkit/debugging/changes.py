@@ -94,7 +94,7 @@ class PolicyChange:
 
 
 class LineChange(TorchFunctionMode):
-    """Lines of the user's code that compute in float32, and make no tensors in 16 bits; with a region or without.
+    """Lines of the user's code that compute in float32, and make no 16-bit tensors; with a region or without.
 
     Without `lines`, all code.
     """
@@ -181,7 +181,7 @@ def _paths(model: Module) -> set[str]:
 
 @dataclass(frozen=True)
 class LossScale:
-    """Backward with a constant loss scale, whose gradients are unscaled at once: the effect of a scaler."""
+    """Backward with a constant loss scale, whose gradients are unscaled after it: the effect of a scaler."""
 
     code = "scaler = ampkit.GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
 
@@ -195,7 +195,7 @@ class LossScale:
                 inner(tensors, grad_tensors, *args, **kwargs)
                 return
             leaves = list(_leaves(tensors))
-            _scale_gradients(leaves, _SCALE)  # those of earlier micro-batches
+            _scale_gradients(leaves, _SCALE)  # from earlier micro-batches
             inner(tensors, torch.full_like(tensors, _SCALE), *args, **kwargs)
             _scale_gradients(leaves, 1 / _SCALE)
 
@@ -343,8 +343,8 @@ def _changes_of_lines(finding: Finding, region: Region, places: Iterable[Place])
 
 
 def recommendation(finding: Finding, region: Region, model: Module | None, policy: Policy | None = None) -> Fix:
-    """Return an untested fix: the one that a check gave, the first change, or one for the user's own code."""
-    # No precision helps for undefined results unless a call is known that rounds, nor for results that do no harm, and
+    """Return an untested fix: the check's, the first change, or one for the user's own code."""
+    # No precision helps for undefined results unless a call was found that rounds, nor for results that do no harm, and
     # float32 may hide wrong data.
     is_undefined = finding.kind in ("undefined", "from inf") or finding.cause.is_of_data
     is_undefined |= finding.check == "nonfinite" and finding.grade == "note"
@@ -410,8 +410,8 @@ def advice(finding: Finding) -> str:
 def replaced_regions(changed: Callable[[RegionSpec], RegionSpec]) -> Iterator[None]:
     """Context in which each region that is entered is the one that `changed` returns for it, in all threads.
 
-    Regions of modules with rules are entered as the policy of the new region says. In place of a `torch.autocast` an
-    ampkit region is entered, by torch's lists.
+    Regions of modules with rules follow the policy of the new region. An ampkit region with torch's lists is entered
+    instead of a `torch.autocast`.
     """
     enter, leave = autocast.__enter__, autocast.__exit__
     given: dict[int, list[RegionSpec]] = {}  # by region, innermost last: one object may be entered again while open
@@ -442,7 +442,7 @@ def replaced_regions(changed: Callable[[RegionSpec], RegionSpec]) -> Iterator[No
 def _torch_regions(entered: Callable[..., autocast], left: Callable[..., Any]) -> Iterator[None]:
     """Context in which `torch.autocast` enters ampkit regions."""
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    of_thread = threading.local()  # `open`: torch's regions and those in their place, innermost last
+    of_thread = threading.local()  # `open`: torch's regions and their replacements, innermost last
 
     def torch_entered(region: Any) -> Any:
         of_thread.open = opened = getattr(of_thread, "open", [])
@@ -489,7 +489,7 @@ def has_float8(policy: Policy) -> bool:
 
 
 def without_float8(policy: Policy) -> Policy:
-    """Return the policy without its FP8 rules, and without those in its modules' policies."""
+    """Return the policy without its FP8 rules, and without FP8 rules in its modules' policies."""
     layers = (tuple(item for item in layer if item[1] not in RECIPES) for layer in policy.overrides)
     rules = (
         rule._replace(value=without_float8(rule.value)) if isinstance(rule.value, Policy) else rule
@@ -499,7 +499,7 @@ def without_float8(policy: Policy) -> Policy:
 
 
 def wider(policy: Policy, *, float8: bool) -> Any:
-    """Return the value that keeps a module precise: with `float8` the policy without its FP8 rules, else float32."""
+    """Return the value of a rule for a precise module: with `float8` the policy without FP8 rules, or float32."""
     return replace(without_float8(policy), modules=ModuleRules()) if float8 else torch.float32
 
 

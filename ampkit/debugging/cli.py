@@ -1,6 +1,6 @@
 """`ampkit debug train.py`: runs a training script under all checks; `ampkit debug rehearse train.py`.
 
-The script stays as it is. Reports go to stdout, progress and errors to stderr. Exit codes: 0 clean, 1 a finding, 2 bad
+The script is unchanged. Reports go to stdout, progress and errors to stderr. Exit codes: 0 clean, 1 a finding, 2 bad
 input, 3 inconclusive, 130 interrupted.
 """
 
@@ -115,7 +115,7 @@ def _examine(options: Any) -> Report:
 
 
 def _verify(options: Any, examination: Examination, seconds: float) -> None:
-    """Run the script again with changes, if it may; its examination took so many `seconds`."""
+    """Run the script again with changes, if it may; its examination took `seconds`."""
     report, run = examination.report, examination.run
     reasons = {
         "--no-verify": options.no_verify,

@@ -32,9 +32,9 @@ _MAX_RUNS = 24  # with changes
 class Examination:
     """Context that runs the checks on training steps, and on everything between them.
 
-    Results and random numbers stay bitwise identical. With a check that needs operators, compiled functions run eagerly
+    Results and random numbers are bitwise identical. With a check that needs operators, compiled functions run eagerly
     and each operator synchronizes with the device. With `checks=[LoopOrder]` it enters no dispatch mode and costs some
-    Python calls per step, so it can stay on in real training.
+    Python calls per step, so it can be used in real training.
 
     Args:
         model: module whose submodules are named by their paths; None takes the outermost modules that run.
@@ -99,7 +99,7 @@ class Examination:
             report.incomplete = f"the steps ended with {type(error).__name__}"
         self._count()
         if not isinstance(error, NonFiniteError):
-            self._end_step(None, complete=error is None)  # the user's own error stays the context of a NonFiniteError
+            self._end_step(None, complete=error is None)  # the user's own error remains the context of a NonFiniteError
         for check in self._checks:
             check.ended()
             report.not_checked += check.not_checked()

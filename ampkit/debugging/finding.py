@@ -31,17 +31,17 @@ _LABEL = 10  # characters of a label such as "cause"
 class Place:
     """An operator call, or a line: in the user's code, in the model, in the step.
 
-    For an operator of backward, module and line are those of its forward operator. Where the user's code runs in
-    backward, as in a hook, the line is the one there.
+    An operator of backward has the module and line of its forward operator. In a hook or a custom `backward` it has the
+    line in that code.
     """
 
     file: str = ""
     line: int = 0
     op: str = ""  # "" for a line, and for a tensor that was there before the step
-    module: str = ""  # path from the model; a class name where it has no path
+    module: str = ""  # path from the model, or the name of the class without one
     phase: str = ""  # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
     backward_of: str = ""  # in backward, the forward operator
-    call: int = 0  # number of the module's call in the step, from 1; 0 if not known
+    call: int = 0  # number of the module's call in the step, from 1; 0 if unknown
     index: int = -1  # in the order of execution
     dtype: str = ""  # of the result
     shape: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Cause:
 
     Kinds of inf and NaN:
 
-    - "overflow": the exact result is finite; `value` is its largest magnitude, `limit` the largest number of the dtype;
+    - "overflow": the exact result is finite (`value` is its largest magnitude, `limit` the maximum of the dtype);
     - "intermediate": the exact result fits the dtype, but the operator overflowed inside;
     - "undefined": NaN or inf for these inputs in any precision;
     - "rounded": undefined for a 0 or inf that rounding made;
@@ -94,8 +94,8 @@ class Cause:
     text: str = ""
     value: float | None = None
     limit: float | None = None
-    is_exact: bool = False  # all that led to it was computed in float64 too, and the result is the same
-    is_of_data: bool = False  # the data is what overflows, so no precision helps
+    is_exact: bool = False  # the result is the same if its inputs are also computed in float64
+    is_of_data: bool = False  # the data overflows, so no precision helps
     is_number: bool = False  # a number written in the code is rounded
     is_minus_inf: bool = False  # the inputs have -inf and no inf
 
@@ -121,7 +121,7 @@ class Operand(NamedTuple):
 class Finding:
     """One problem: its grade, place, cause and fix, and the steps with it."""
 
-    grade: Grade  # "error": certain; "precision loss": numbers are lost; "note": no alarm
+    grade: Grade  # "error" is certain, "precision loss" has an effect on numbers or the loss, "note" raises no alarm
     check: str  # the check that found it
     cause: Cause
     what: str  # the symptom in the user's words
@@ -234,7 +234,7 @@ class Report:
     compiled: bool = False  # compiled functions ran, eagerly
     steps: int = 0
     operators: int = 0
-    rank: int | None = None  # of this process; None where it is alone
+    rank: int | None = None  # of this process; None without other ranks
     not_checked: list[str] = field(default_factory=list)
     losses: Losses = field(default_factory=dict)
     comparison: str = ""  # of the training with the same in float32, in words; "" if nothing was compared
@@ -252,7 +252,7 @@ class Report:
 
     @property
     def status(self) -> Status:
-        """ "found", "inconclusive" if nothing was found and the run did not reach its end, else "clean"."""
+        """ "found", "inconclusive" if nothing was found and the run did not reach its end, or "clean"."""
         return "found" if self else "inconclusive" if self.incomplete else "clean"
 
     @property
@@ -264,7 +264,7 @@ class Report:
         """Add a finding, or count it with an earlier one that is like it. Return whether it is new."""
         findings = self.skipped if skipped else self.findings
         for earlier in findings:
-            # Inf and NaN that are there before a step come from the first ones that were found.
+            # Inf and NaN from before a step follow from the first ones that were found.
             is_old = finding.kind == "arrived" and earlier.check in ("nonfinite", "data") and earlier.grade == "error"
             if is_old or earlier.is_like(finding):
                 earlier.merge(finding)

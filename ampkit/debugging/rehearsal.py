@@ -1,4 +1,4 @@
-"""`rehearse`: trains in pairs to measure the cost of low precision, and finds the modules that it comes from.
+"""`rehearse`: trains in pairs to measure the cost of low precision, and finds the modules that cause it.
 
 A pair is one training under the policy and one in the reference, with the same weights and batches. Pairs that begin
 with slightly different weights give the gap of their losses, and its error. The second half of the file runs the
@@ -185,7 +185,7 @@ def rehearse(
 
 
 def compare(train: Train, paths: Callable[[], list[str]]) -> RehearsalReport:
-    """Compare trainings in pairs, and find few modules without which there is no gap. An interrupt ends it."""
+    """Compare trainings in pairs, and find few modules without which no gap remains. An interrupt ends it."""
     report = RehearsalReport()
     try:
         _Pairs(train, report).compare(paths)
@@ -260,16 +260,16 @@ def _print(text: str) -> None:
 
 
 def leaf_paths(models: Iterable[Module]) -> list[str]:
-    """Return the paths of modules without children, those with the fewest parameters first."""
+    """Return the paths of modules without children, the ones with the fewest parameters first."""
     leaves = [(path, each) for model in models for path, each in named_paths(model) if path and not [*each.children()]]
     return [path for path, each in sorted(leaves, key=lambda leaf: sum(p.numel() for p in leaf[1].parameters()))]
 
 
 class Regions:
-    """The regions of a rehearsal: those of the policy, without some modules, and those of the reference.
+    """The regions of a rehearsal, under the policy without some modules, and in the reference.
 
-    `policy` is tested instead of those of the regions, `rule` for linear layers in addition to them; None: as they are.
-    `models` returns the models that have modules at some paths.
+    `policy` is tested instead of the regions' policies, `rule` for linear layers in addition to them; None: as they
+    are. `models` returns the models that have modules at some paths.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Regions:
 
     @property
     def float8(self) -> bool:
-        """Whether FP8 is tested, against 16 bits; else 16 bits against float32."""
+        """Whether FP8 is tested, against 16 bits; otherwise 16 bits against float32."""
         return has_float8(self.own)
 
     def entered(self, kept: Sequence[str] | None) -> AbstractContextManager[None]:

@@ -67,8 +67,8 @@ def verify(
         attempt: runs the training again.
         base: the losses of the run.
         max_runs: the most runs.
-        seconds: no run starts after so many seconds.
-        tries_data: whether changes are tried for values that come from the data.
+        seconds: no run starts after this time.
+        tries_data: whether changes are tried for values from the data.
         show: shows a line of progress.
     """
     trials = _Trials(report, run, attempt, base, max_runs, time.monotonic() + seconds, tries_data, show)
@@ -172,7 +172,8 @@ class _Trials:
         self.count += 1
         name = "with slightly different weights" if change is None else change.code
         self._show(f"run {self.count}: {name[:100]}")
-        # Steps that are skipped while a scale settles are skipped here too. More of them are an effect of 16 bits.
+        # Steps that are skipped while a scale settles are also skipped here. More of them are an effect of low
+        # precision.
         skips = () if change is None or self._report.skips_many else self._run.loop.skipped
         return self._attempt(change, seed, skips)
 
@@ -292,7 +293,7 @@ class _Trials:
         return best is not None
 
     def _low_calls(self) -> list[Call]:
-        """Return the calls of lines in 16 bits, in the order of the lines."""
+        """Return a 16-bit call of each line, in the order of the lines."""
         calls = [call for call in self._run.low.values() if call.phase != "optimizer" and not call.caller.outside]
         calls = [call for call in calls if call.caller.line()[1]]
         return sorted(calls, key=lambda call: (*call.caller.line(), call.index))
@@ -353,7 +354,7 @@ def _gap_of_line(site: tuple[str, int], before: dict[int, float], after: dict[in
 
 
 def _stays(losses: Losses, factor: float) -> bool:
-    """Return whether losses end at most at a multiple of the first."""
+    """Return whether the last losses are at most a multiple of the first."""
     values = ([*each.values()] for each in losses.values())
     return all(_mean(each[len(each) // 2 :]) <= factor * max(abs(each[0]), 1e-3) for each in values)
 

@@ -2,8 +2,7 @@
 
 Each pattern below is a way of writing that a reader of torch's documentation stumbles over. Code blocks, code in
 backquotes, links' targets and HTML comments are not read. ruff (D401) checks that docstrings of functions begin with
-an imperative. An allowed hit is written down in `ALLOWED`, with its reason. `NOT_YET_REWRITTEN` lists files and folders
-that are not checked; an entry without a hit is an error.
+an imperative. An allowed hit is written down in `ALLOWED`, with its reason.
 """
 
 import ast
@@ -72,14 +71,6 @@ PATTERNS["one fact for each sentence: two semicolons"] = re.compile(r";[^;.|\n]*
 
 # (page, hit in its words) -> why it is right there.
 ALLOWED: dict[tuple[str, str], str] = {}
-
-# Files and folders written before these rules. Take one from the list when it is rewritten; add none.
-NOT_YET_REWRITTEN = (
-    "ampkit/debugging/",
-    "docs/debugging.md",
-    "docs/reference/debugging.md",
-    "tests/GUARANTEES.md",
-)
 
 IGNORED = re.compile(r"^```.*?^```$|<!--.*?-->|`[^`\n]*`|(?<=\]\()[^)\s]*(?=\))", re.MULTILINE | re.DOTALL)
 
@@ -163,23 +154,15 @@ def _line_of(text: str, joined: str, position: int) -> int:
 
 
 def main(names: list[str]) -> int:
-    """Print the hits of the named files, or of all that are rewritten; return 1 if there are any."""
-    chosen = [Path(name).resolve() for name in names] or files()
-    n_hits, clean = 0, set(NOT_YET_REWRITTEN)
-    for path in chosen:
+    """Print the hits of the named files, or of all; return 1 if there are any."""
+    n_hits = 0
+    for path in [Path(name).resolve() for name in names] or files():
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         found = hits(name, of_python(text) if path.suffix == ".py" else text)
-        entry = next((entry for entry in NOT_YET_REWRITTEN if name.startswith(entry)), None)
-        if entry is not None and not names:
-            clean -= {entry} if found else set()
-            continue
         n_hits += len(found)
         for hit in found:
             print(f"{name}:{hit.line}: {hit.words!r}: {hit.why}")
-    clean = set() if names else clean
-    for name in sorted(clean):
-        print(f"{name}: take it from NOT_YET_REWRITTEN in tests/tools/prose.py")
-    return 1 if n_hits or clean else 0
+    return 1 if n_hits else 0
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@
 | `Divergence` | a loss that grows until it overflows | `divergence` |
 | `Zeros` | results, and casts in hooks, that rounding turns into 0 | `zeros` |
 | `Casts` | values that a dtype cannot hold: integers that wrap around, values that become equal | `casts` |
-| `Sums` | sums, counts and averages that stop growing, and operators that add up in 16 bits | `sums` |
+| `Sums` | sums, counts and averages that stop growing, and 16-bit sums inside operators | `sums` |
 | `StaleCasts` | casts older than their weight | `stale_casts` |
 | `StateInPlace` | float32 state that is rounded in place, or replaced | `state_in_place` |
 | `ScaledNumbers` | numbers that carry the loss scale, and are used as if they did not | `scaled_numbers` |
-| `Updates` | parameters whose gradient is 0, or whose updates in 16 bits are rounded away | `updates` |
+| `Updates` | parameters whose gradient is 0, or whose 16-bit updates are rounded away | `updates` |
 | `Unchanged` | steps that change nothing | `unchanged` |
 | `Trained` | gradients that no optimizer uses, and optimizers without gradients | `trained` |
 | `Clipping` | clipping of nothing | `clipping` |

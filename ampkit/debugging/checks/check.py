@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Check:
-    """One kind of problem. Override what the check needs; it may also have generators for `training_loop.EVENTS`.
+    """One kind of problem. Override the methods that the check needs; it may also have generators for
+    `training_loop.EVENTS`.
 
     Args:
         run: the observed run.
@@ -61,10 +62,10 @@ class Check:
         """
 
     def ended(self) -> None:
-        """Add what was found in the whole run, which has ended."""
+        """Add the findings about the whole run, which has ended."""
 
     def not_checked(self) -> list[str]:
-        """Return in words what could not be checked, and why."""
+        """Describe the parts that could not be checked, and why."""
         return []
 
 

@@ -37,7 +37,7 @@ class Clipping(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._lines: dict[Place, _Line] = {}
-        self._steps = 0  # those with gradients
+        self._steps = 0  # steps with gradients
 
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
         self._steps += any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -53,7 +53,7 @@ class Data:
         return Cause("arrived", f"it arrived {where}: {values} in {nonfinite_elements(tensor)}")
 
     def blamed(self, call: Call, kind: str) -> str:
-        """Return in words why the data is what overflows in a call; "" if it is not."""
+        """Return the reason why the data overflows in a call; "" if it does not."""
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
         computed |= any(abs(number) > _LARGE_NUMBER for number in call.scalars)  # the code's own number overflows
         if kind == "overflow" and call.phase == "forward" and not computed:

@@ -27,7 +27,7 @@ class _Step(NamedTuple):
 
 
 class Divergence(Check):
-    """Notes weights and gradients before each step, and looks for growth if a loss became inf or NaN."""
+    """Notes weights and gradients before each step, and searches for growth if a loss became inf or NaN."""
 
     name = "divergence"
 

@@ -1,4 +1,4 @@
-"""Custom functions whose gradient does not follow the gradient that comes in.
+"""Custom functions whose gradient does not follow the incoming gradient.
 
 Backward is linear: 0 gives 0. Torch's own operators are linear. A custom function that returns a gradient which it
 computed in forward is not, and its gradient is wrong whenever a loss is scaled, divided or weighted. Each of them is
@@ -58,7 +58,7 @@ class Linearity(Check):
 
     @property
     def active(self) -> bool:
-        """Whether the step is one in which functions and hooks are tried."""
+        """Whether the step is one in which functions are tried."""
         return self.run.step & (self.run.step - 1) == 0 and rank() is None
 
     def not_checked(self) -> list[str]:
@@ -180,7 +180,7 @@ def _norm(value: Any) -> float:
 
 
 def _code_of(node: Any) -> CodeType | None:
-    """Return the code of `backward` of a custom function; None for those of libraries."""
+    """Return the code of `backward` of a custom function; None for functions of libraries."""
     function = type(node)._forward_cls
     backward = function.backward if function.vjp is torch.autograd.Function.vjp else function.vjp
     code = getattr(inspect.unwrap(backward), "__code__", None)

@@ -294,7 +294,7 @@ class LoopOrder(Check):
         return states
 
     def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
-        """Check for a loss that is computed in 16 bits, unlike in a region."""
+        """Check for a 16-bit loss, unlike in a region."""
         self._loss = next(iter(roots), None)
         for root in roots:
             node: Any = root.grad_fn

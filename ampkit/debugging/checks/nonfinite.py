@@ -136,7 +136,7 @@ class NonFinite(Check):
         finding.what = _symptom(symptom)
         finding.unused = not origin.is_used
         if finding.unused and finding.kind == "undefined":
-            finding.grade = "note"  # NeRF's disparity where no ray hits is 0/0
+            finding.grade = "note"  # NeRF's disparity of rays without a hit is 0/0
         if finding.place.phase == "scaler" and event.scalar and not event.inputs and finding.kind != "arrived":
             finding.grade = "note"
             text = f"the loss scale has fallen to {self.run.scale or 0.0:.3g}, and its inverse is not finite"

@@ -87,7 +87,7 @@ def find_origins(events: Mapping[int, Event], *, complete: bool = True) -> list[
             if event.nonfinite or event.phase != "scaler":
                 read.add(index)  # a scaler that checks gradients masks nothing
     origins: list[Origin] = []
-    # A constant is the origin only if it reaches a loss, a gradient or a parameter, and there is no other origin.
+    # A constant is the origin only if it reaches a loss, a gradient or a parameter, and nothing else is an origin.
     for event in sorted(nonfinite.values(), key=lambda each: (each.is_constant, each.index)):
         if event.kind in ("propagated", "skipped") or (event.is_constant and origins):
             continue

@@ -1,8 +1,9 @@
 """The operators that make a result inf or NaN by rounding: the calls that lead to it run again, some of them exactly.
 
-An exact call computes in float64, and its result is not rounded. Each other call that reads an exact result computes in
-float64 too, and its result is rounded to the dtype of the recorded one. The calls whose exactness makes the result
-finite are its rounding sources. If the result is not finite although all calls are exact, precision is not the cause.
+An exact call computes in float64, and its result is not rounded. Each other call that reads an exact result also
+computes in float64, and its result is rounded to the dtype of the recorded one. The calls whose exactness makes the
+result finite are its rounding sources. If the result is not finite although all calls are exact, precision is not the
+cause.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class _Search:
         return [each & other for each, other in zip(fixed, significant, strict=True)]
 
     def _smallest(self, exact: list[int], wanted: list[Tensor]) -> list[int]:
-        """Return a smallest set of calls near the target whose exactness makes most of the wanted elements finite.
+        """Return a smallest set of calls near the target whose exactness makes most elements of `wanted` finite.
 
         Parts that are not needed are removed: halves, then quarters, and so on to single calls.
         """
@@ -224,7 +225,7 @@ class _Search:
         return exact
 
     def _suffices(self, indices: Sequence[int], wanted: list[Tensor]) -> bool:
-        """Return whether the exactness of calls, and of the target, makes half of the wanted elements finite."""
+        """Return whether the exactness of calls, and of the target, makes half of the elements of `wanted` finite."""
         fixed = _without(wanted, self._nonfinite([*indices, self._target.call.index]))
         return 2 * _count(fixed) >= _count(wanted)
 

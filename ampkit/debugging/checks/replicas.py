@@ -4,7 +4,7 @@ Ranks exchange checksums through the store that they were started with, and neve
 checksums that are there already. So a rank may take fewer steps, and at least the slower of two ranks finds a
 difference. Compared are parameters under `DistributedDataParallel`, and others whose gradients are the same on both
 ranks: gradients that a loop averages itself. Not compared are shards (DTensor, FSDP), and buffers: between two
-forwards the statistics of batch norm are those of a rank.
+forwards each rank has its own statistics of batch norm.
 """
 
 from __future__ import annotations

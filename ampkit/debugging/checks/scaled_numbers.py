@@ -28,13 +28,13 @@ from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque
 
 _FIX = "divide by scaler.get_scale() before this line; for gradients in .grad: scaler.unscale_(optimizer)"
-_SMALLEST_SCALE = 256.0  # smaller scales cannot be told from other numbers of the code
+_SMALLEST_SCALE = 256.0  # smaller scales cannot be distinguished from other numbers of the code
 _CHECKED_CALLS = 3  # calls of a line that run again; then one of 64
 _NEGLIGIBLE = 1e-2  # share of a result that a constant, such as an eps, may add
 _UNKNOWN = math.nan  # a degree
 _MIXED = math.inf  # a degree: scaled numbers and others
 _IS_FINITE = "isfinite|isnan|isinf"  # a line that reads a number for this may read a scaled one
-_LEAF = 2**63  # from here on, sequence numbers of nodes are those of parameters
+_LEAF = 2**63  # from here on, sequence numbers of nodes belong to parameters
 _ZERO = -math.inf  # a degree: the result is 0 with any
 _COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
 _PRODUCTS = frozenset({"mul", "div", "_foreach_mul", "_foreach_div"})
@@ -135,7 +135,7 @@ class ScaledNumbers(Check):
         if any(inputs) and not is_new and (outputs or op.base in _COMPARISONS):
             degrees = self._degrees(call, inputs)
         by_user = _is_by_user(call)
-        # A gradient that has lost the scale: in place, in a hook, or one that comes from such a gradient.
+        # A gradient that has lost the scale: in place, in a hook, or from such a gradient.
         lost = (op.mutable and op.base in _PRODUCTS) or (call.phase == "backward" and (by_user or not any(inputs)))
         origin = next((each.made for each in known if each and each.degree != 1), call)
         for output, degree in zip(outputs, degrees, strict=False):

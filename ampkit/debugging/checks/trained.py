@@ -86,7 +86,7 @@ class Trained(Check):
         self._start: dict[Optimizer, Tensor] = {}  # the values of its first parameter
         self._places: dict[Optimizer, Place] = {}
         self._higher = False  # a derivative is differentiated
-        self._missing: dict[int, Tensor] = {}  # by storage: those of `_without` that no operator uses with autograd
+        self._missing: dict[int, Tensor] = {}  # by storage: in `_without`, and never used with autograd
         self._cut: dict[Tensor, tuple[Place, set[int], Tensor]] = {}  # where, in which steps and with which values a
         # module uses one of these without autograd
         self._copies: dict[Caller, list[int]] = {}  # how often a line copies another tensor, and a tensor to itself

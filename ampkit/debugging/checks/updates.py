@@ -1,4 +1,4 @@
-"""Parameters that do not learn: with a gradient of 0, or with updates in 16 bits that are rounded away."""
+"""Parameters that do not learn: with a gradient of 0, or with 16-bit updates that are rounded away."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Optimizer:
 
 
 class _Step:
-    """A step of a parameter in 16 bits: its values before and now, and the sum of the exact updates."""
+    """A step of a 16-bit parameter: its values before and now, and the sum of the exact updates."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
@@ -52,7 +52,7 @@ class _Step:
 
 
 class _Update:
-    """The updates of a parameter in 16 bits that are below half a unit in the last place, over all checked steps.
+    """The updates of a 16-bit parameter that are below half a unit in the last place, over all checked steps.
 
     Rounding to nearest loses them. Stochastic rounding is right in the mean: the product of executed and exact updates
     is the square of the exact ones. Larger updates are rounded up as often as down.
@@ -129,7 +129,7 @@ class Updates(Check):
             return False, False
         size = sum(float(exact.abs().sum()) for exact in float64_results(call))
         loss = abs(self.run.last_loss) * (self.run.scale or 1.0)
-        # A gradient that is 0 but for rounding in float32 is about a millionth of the loss, and not far less.
+        # A gradient that is 0 except for rounding in float32 is about a millionth of the loss, and not far less.
         return size > 0, size > 1e-5 * loss or 0 < size < 1e-20 * loss
 
     def step_starts(self, optimizer: Any, closure: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where an operator is called from: the module that runs, the line of the user's code, and a scaler or recompute.
+"""The call site of an operator: the module that runs, the line of the user's code, and a scaler or recompute.
 
 Global hooks maintain a stack of modules per thread while an observer is open. One walk up the frames finds the user's
 line, and whether a loss scaler or a checkpoint's recompute makes the call. The file of a frame determines its kind:
@@ -159,7 +159,7 @@ class ModuleCalls:
 
     def _enter(self, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # Dynamo traces hooks too, and fails on these
+            return  # Dynamo traces hooks, and fails on these
         if self.region != "ampkit":
             self._note_region()
         stack = self._running.stack

@@ -68,7 +68,7 @@ class Observer(ObserverMode):
         self.compiled = False  # compiled functions ran
         self.scale: float | None = None  # the loss scale, if a scaler takes part
         self.losses: Losses = {}
-        self.low: dict[Any, Call] = {}  # a call of each line and module that computes in 16 bits
+        self.low: dict[Any, Call] = {}  # a 16-bit call of each line and module
         self.last_loss = 0.0
         self.backwards = 0  # calls of backward in this step
         self.step = 0  # iterations that have ended

@@ -52,7 +52,7 @@ class OperatorProperties:
         # It reads a tensor's shape but none of its values.
         self.shape_only = base.endswith("_like") or base.startswith("new_")
         self.communicates = self.name.partition("::")[0] in _COMMUNICATION
-        # An operator with a kernel of its own, such as `silu_backward`, gives other bits where it is decomposed.
+        # An operator with a kernel of its own, such as `silu_backward`, gives other bits if it is decomposed.
         has_own = any(has_kernel(self.name, device) for device in ("CPU", "CUDA"))
         self.composite = is_composite(func) and not has_own and not self.name.startswith("profiler::")
         # Only the operator's own kernels can use a reserve or workspace; they may crash on other values.
@@ -114,7 +114,7 @@ def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
             _collect(item, tensors)
         elif isinstance(item, dict):
             _collect(item.values(), tensors)
-        elif isinstance(item, Tensor):  # the last: it is slow where it is False
+        elif isinstance(item, Tensor):  # the last test: it is slow if it fails
             tensors.append(item)
 
 
