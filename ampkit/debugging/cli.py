@@ -133,7 +133,7 @@ def _verify(options: Any, examination: Examination, seconds: float) -> None:
     limits: dict[str, Any] = {"max_runs": _MAX_RUNS, "seconds": seconds + 60}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended prints its results
     try:
-        verify(report, run, attempt, base, **limits, tries_data=False, show=_show)
+        verify(report, run, attempt, base, **limits, is_script=True, show=_show)
     finally:
         signal.signal(signal.SIGTERM, before)
 

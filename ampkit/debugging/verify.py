@@ -53,7 +53,7 @@ def verify(
     *,
     max_runs: int,
     seconds: float = math.inf,
-    tries_data: bool = True,
+    is_script: bool = False,
     show: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Find which findings of a report change the training, by at most `max_runs` runs.
@@ -68,10 +68,11 @@ def verify(
         base: the losses of the run.
         max_runs: the most runs.
         seconds: no run starts after this time.
-        tries_data: whether changes are tried for values from the data.
+        is_script: each run begins before the models are made, so that 16-bit models are made in float32. No changes are
+            tried for values from the data.
         show: shows a line of progress.
     """
-    trials = _Trials(report, run, attempt, base, max_runs, time.monotonic() + seconds, tries_data, show)
+    trials = _Trials(report, run, attempt, base, max_runs, time.monotonic() + seconds, is_script, show)
     try:
         trials.compare()
     except _EndedError:
@@ -96,12 +97,12 @@ class _Trials:
         base: Losses,
         max_runs: int,
         end: float,
-        tries_data: bool,
+        is_script: bool,
         show: Callable[[str], None],
     ) -> None:
         self.count, self.start = 0, time.monotonic()
         self._report, self._run, self._attempt, self._show = report, run, attempt, show
-        self._max_runs, self._end, self._tries_data = max_runs, end, tries_data
+        self._max_runs, self._end, self._is_script = max_runs, end, is_script
         self._base = base
         self._reference: Losses | None = None  # in float32
         self._tried: set[str] = set()  # the code of changes
@@ -111,10 +112,13 @@ class _Trials:
         """Compare the training with the same in float32, and find the change that makes the difference."""
         report, run = self._report, self._run
         candidates = list(self._candidates())
-        if report and not candidates:
+        rounded = [each for each in report.findings if each.check == "updates" and each.grade == "precision loss"]
+        if report and not candidates and not (rounded and self._is_script):
             return  # no change can be applied from outside
         everything = LineChange(next((each.device for each in report.findings), "cpu"), run.modules.region)
         float32_helps = self._float32_helps(everything)
+        for finding in rounded if report.trains_as_well and self._is_script else ():
+            finding.grade = "note"  # the weights are trained as well as float32 weights
         # A training that diverges in float32 too needs smaller updates, and nothing else.
         usable = [each for each in candidates if float32_helps is not isinstance(each[1], _UPDATES)]
         of_lines = [each for each in usable if isinstance(each[1], LineChange)]
@@ -154,7 +158,7 @@ class _Trials:
         overflows = first is None or first.kind in ("overflow", "intermediate")
         mishandles_scale = any(each.check == "loop order" for each in errors)
         for finding in self._report.ranked():
-            if finding.cause.is_of_data and not self._tries_data:
+            if finding.cause.is_of_data and self._is_script:
                 continue  # float32 may hide an error of the data
             if finding.kind == "divergence" and (is_explained or not overflows):
                 continue

@@ -104,6 +104,23 @@ def test_a_second_pair_must_confirm_a_difference() -> None:
     assert (report.findings, report.trains_as_well) == ([], True)
 
 
+@pytest.mark.parametrize(
+    ("is_script", "end_in_float32", "grade"),
+    [(True, 0.5, "note"), (True, 0.1, "precision loss"), (False, 0.5, "precision loss")],
+)
+def test_updates_that_are_rounded_away_are_a_note_if_float32_weights_train_no_better(
+    is_script: bool, end_in_float32: float, grade: str
+) -> None:
+    """In a script, where they can be tried: a step has the weights that it has."""
+    rounded = Finding(
+        grade="precision loss", check="updates", cause=Cause("update rounded away"), what="", place=Place()
+    )
+    report, run = examined(rounded)
+    attempt = in_float32(0.5, end_in_float32)
+    verify(report, run, attempt, losses(0.5), max_runs=16, is_script=is_script)
+    assert rounded.grade == grade
+
+
 def test_a_training_that_diverges_gets_a_smaller_learning_rate() -> None:
     tried = list[float]()
 

@@ -75,7 +75,7 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
     assert tried == []
     with pytest.raises(TritonUnavailable, match=r"cannot compile here \(RuntimeError: Failed to find C compiler. Pl"):
         implementation.uses_triton("triton", CUDA)
-    with pytest.warns(UserWarning, match="PyTorch's operators in place .* it needs a C compiler, Python's") as warned:
+    with pytest.warns(UserWarning, match="PyTorch's operators instead .* it needs a C compiler, Python's") as warned:
         assert implementation.select("auto", CUDA) is reference
     for _ in range(2):  # warnings are errors here
         assert implementation.select("auto", CUDA) is reference
