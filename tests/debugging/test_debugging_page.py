@@ -1,4 +1,4 @@
-"""The page about debugging shows what the commands and the debugging examples print."""
+"""The page about debugging, and the README, show the output of the commands and of the debugging examples."""
 
 import contextlib
 import io
@@ -10,9 +10,9 @@ import pytest
 from ampkit.__main__ import main
 from tests.helpers.paths import EXAMPLES, ROOT
 
-PAGE = ROOT / "docs" / "debugging.md"
+PAGES = ROOT / "README.md", ROOT / "docs" / "debugging.md"
 SHOWN = re.compile(r"<!-- output of (?P<command>[^\n]+) -->\n```text\n(?P<text>.*?)```", re.DOTALL)
-FOUND = list(SHOWN.finditer(PAGE.read_text(encoding="utf-8")))
+FOUND = [found for page in PAGES for found in SHOWN.finditer(page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("found", FOUND, ids=lambda found: found["command"])
@@ -32,6 +32,6 @@ def test_shown_output_is_real(found: re.Match[str], monkeypatch: pytest.MonkeyPa
     assert words(out.getvalue()) == words(found["text"])
 
 
-def test_the_page_shows_every_debugging_example() -> None:
+def test_the_pages_show_every_debugging_example() -> None:
     shown = {found["command"].rpartition("/")[2].removesuffix(".py") for found in FOUND}
     assert {path.stem for path in EXAMPLES.glob("debug_*.py")} <= shown
