@@ -27,6 +27,7 @@ from ampkit.debugging.observe.call_sites import find_caller
 from ampkit.debugging.observe.operator_properties import tensors_in
 from ampkit.debugging.torch_private import current_node
 from ampkit.dtypes import SIXTEEN_BIT
+from ampkit.gradients.collect import parameters as parameters_of
 from ampkit.matmul.float8_recipes import RECIPES
 from ampkit.policy.module_paths import named_paths
 from ampkit.policy.module_rules import ModuleRules
@@ -284,7 +285,7 @@ class Clipping:
         """Return a context in which the step runs as if the code were there."""
 
         def starts(optimizer: Any, args: Any, kwargs: Any) -> None:
-            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+            torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), 1.0)
 
         return register_optimizer_step_pre_hook(starts)
 

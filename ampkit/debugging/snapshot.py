@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampkit.dispatch.weight_cache import invalidate_casts
+from ampkit.gradients.collect import parameters as parameters_of
 
 
 class TrainingSnapshot:
@@ -50,7 +51,7 @@ class TrainingSnapshot:
         """Copy the state of an optimizer, a scaler or another object, unless it was added before."""
         if isinstance(owner, Optimizer):
             if owner not in self._optimizers:
-                self._save(p for group in owner.param_groups for p in group["params"])
+                self._save(parameters_of(owner))
                 groups = [{k: value for k, value in group.items() if k != "params"} for group in owner.param_groups]
                 self._optimizers[owner] = (_copied(dict(owner.state)), _copied(groups))
         elif not hasattr(owner, "state_dict") or not hasattr(owner, "load_state_dict"):

@@ -37,11 +37,6 @@ def revived(weak: StorageWeakRef) -> Any:
     return _storage_of(weak.cdata)
 
 
-def node_name(node: Any) -> str:
-    """Return the name of an autograd node, from its type: a custom function's node is its `ctx`, with attributes."""
-    return type(node).name(node)
-
-
 def node_sequence_number(node: Any) -> int:
     """Return the sequence number of an autograd node: the number of its forward operator."""
     return type(node)._sequence_nr(node)

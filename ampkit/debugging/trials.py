@@ -29,6 +29,7 @@ from ampkit.debugging.finding import Losses, plain
 from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.observe.training_loop import TrainingLoop
 from ampkit.debugging.snapshot import TrainingSnapshot
+from ampkit.gradients.collect import parameters as parameters_of
 
 _MORE_STEPS = 26  # of a step function, while a loss scale settles
 _START = 60.0  # seconds that a process may take to start and to end
@@ -99,7 +100,7 @@ class Trial:
             self._stop()
 
     def _starts(self, optimizer: Optimizer, closure: bool) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):
             for losses in self.losses.values():

@@ -13,6 +13,7 @@ from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place
+from ampkit.gradients.collect import parameters as parameters_of
 
 _MIN_STEPS = 3  # steps with gradients, and calls without parameters, before a finding
 _MIN_CALLS = 5  # calls without gradients: a network that trains every fifth time has some then
@@ -40,7 +41,7 @@ class Clipping(Check):
         self._steps = 0  # steps with gradients
 
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
-        self._steps += any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        self._steps += any(p.grad is not None for p in parameters_of(optimizer))
 
     def clip(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         clipped = next(iter((*args, *kwargs.values())))
@@ -48,7 +49,7 @@ class Clipping(Check):
         yield
 
     def scaler_clip(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        self._note([p for group in optimizer.param_groups for p in group["params"]])
+        self._note(parameters_of(optimizer))
         yield
 
     def _note(self, parameters: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque
+from ampkit.gradients.collect import parameters as parameters_of
 
 _LOSS_GROWTH, _WEIGHT_GROWTH = 1e3, 10.0  # of the loss, and of the largest weight
 
@@ -38,7 +39,7 @@ class Divergence(Check):
         self._clips = False
 
     def step_starts(self, optimizer: Any, closure: bool) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         sizes = map(_largest, (parameters, [p.grad for p in parameters if p.grad is not None]))
         step = _Step(max(rates, default=0.0), *sizes)

@@ -23,6 +23,7 @@ from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place, scales_losses
 from ampkit.debugging.torch_private import node_sequence_number
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
+from ampkit.gradients.collect import parameters as parameters_of
 
 _MAX_PARAMETERS = 64  # the most parameters of an optimizer whose gradients are tracked
 _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
@@ -316,7 +317,7 @@ class LoopOrder(Check):
 
     def _state_of(self, optimizer: Optimizer) -> _OptimizerState:
         if optimizer not in self._optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
             parameters = parameters[:: max(1, math.ceil(len(parameters) / _MAX_PARAMETERS))]
             ids = [*map(id, parameters)]
             # Fabric and accelerate wrap optimizers: a call on one object is a call on the other.
@@ -389,7 +390,7 @@ class LoopOrder(Check):
 
 def _is_finite(optimizer: Optimizer) -> bool:
     """Return whether all readable gradients that an optimizer is about to use are finite."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters_of(optimizer)]
     return all(bool(gradient.isfinite().all()) for gradient in _plain(gradients))
 
 

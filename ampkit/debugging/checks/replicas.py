@@ -28,6 +28,7 @@ from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque
+from ampkit.gradients.collect import parameters as parameters_of
 from ampkit.torch_private import is_flat, loaded
 
 _EVERY = 4  # steps
@@ -125,8 +126,9 @@ class Replicas(Check):
 
 def _plain(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer that are whole tensors."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p for p in parameters if type(p) in (Tensor, Parameter) and not is_opaque(p) and not is_flat(p)]
+    return [
+        p for p in parameters_of(optimizer) if type(p) in (Tensor, Parameter) and not is_opaque(p) and not is_flat(p)
+    ]
 
 
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:

@@ -26,6 +26,7 @@ from ampkit.debugging.observe.operator_properties import properties_of
 from ampkit.debugging.observe.rerun import run_in_float64
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque
+from ampkit.gradients.collect import parameters as parameters_of
 
 _FIX = "divide by scaler.get_scale() before this line; for gradients in .grad: scaler.unscale_(optimizer)"
 _SMALLEST_SCALE = 256.0  # smaller scales cannot be distinguished from other numbers of the code
@@ -72,7 +73,7 @@ class ScaledNumbers(Check):
     read_norm = clip
 
     def unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters_of(optimizer)]
         for gradient in gradients if scaler.is_enabled() else ():
             known = None if gradient is None or is_opaque(gradient) else self._scaled.get(gradient)
             if known is not None and (known.degree == 0 or (known.degree == _MIXED and not self._is_mixed)):

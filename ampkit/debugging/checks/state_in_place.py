@@ -14,6 +14,7 @@ from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque, storage_key
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
+from ampkit.gradients.collect import parameters as parameters_of
 
 
 class _Rounded(NamedTuple):
@@ -57,7 +58,7 @@ class StateInPlace(Check):
 
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
         """Check for parameters that were replaced since the last step by their own values after a cast."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if not is_opaque(p)):
+        for parameter in (p for p in parameters_of(optimizer) if not is_opaque(p)):
             known, before = self._rounded.get(parameter), self._storages.get(id(parameter))
             if known is not None and parameter.dtype not in SIXTEEN_BIT and known.source == before:
                 self._add(known.call, parameter, known.dtype, "replace it after a cast")

@@ -30,6 +30,7 @@ from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque, storage_key
+from ampkit.gradients.collect import parameters as parameters_of
 
 _MIN_STEPS = 3  # steps, and backward passes that reach a leaf, before a finding
 _MIN_UNUSED = 10  # backward passes whose gradients no step has used
@@ -148,7 +149,7 @@ class Trained(Check):
                     leaf.note(tensor, is_fresh)
                     new += [(tensor, leaf)] * (leaf.holder is None)
         if new:
-            holders = {id(p): o for o in (*self.run.loop.optimizers, *self.run.loop.made) for p in _parameters(o)}
+            holders = {id(p): o for o in (*self.run.loop.optimizers, *self.run.loop.made) for p in parameters_of(o)}
             for tensor, leaf in new:
                 leaf.holder = holders.get(id(tensor))
                 if leaf.holder is None:
@@ -177,12 +178,12 @@ class Trained(Check):
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         self._places[optimizer] = self.run.loop.made.get(optimizer, (0.0, calling_place()))[1]
-        for p in _parameters(optimizer):
+        for p in parameters_of(optimizer):
             _, leaf = self._leaves.get(id(p), (None, None))
             if leaf is not None and not leaf.trained:
                 leaf.end()
         if optimizer not in self._without:
-            parameters = self._without[optimizer] = [p for p in _parameters(optimizer) if p.requires_grad]
+            parameters = self._without[optimizer] = [p for p in parameters_of(optimizer) if p.requires_grad]
             if parameters:
                 self._start[optimizer] = parameters[0].detach().clone()
         without = self._without[optimizer] = [p for p in self._without[optimizer] if p.grad is None]
@@ -224,7 +225,7 @@ class Trained(Check):
                     unused.append(p)
             if not unused:
                 continue
-            if len(without) < sum(p.requires_grad for p in _parameters(optimizer)):
+            if len(without) < sum(p.requires_grad for p in parameters_of(optimizer)):
                 if not any(kind == "made later" for kind, _ in lost):
                     missing.setdefault(place, []).extend(unused)
             elif not lost and torch.equal(self._start[optimizer], without[0].detach()):
@@ -260,7 +261,7 @@ class Trained(Check):
         lost: dict[tuple[str, Place], list[Tensor]] = {}
         # Of optimizers that were made before the run, some may not have stepped yet.
         everything = gc.get_objects() if leaves else []
-        held = [p for each in everything if issubclass(type(each), Optimizer) for p in _parameters(each)]
+        held = [p for each in everything if issubclass(type(each), Optimizer) for p in parameters_of(each)]
         if any(type(p) not in (Tensor, Parameter) for p in held):
             return lost  # sharded: backward accumulates in other tensors than the optimizer's
         latest = max((when for when, _ in self.run.loop.made.values()), default=math.inf)
@@ -302,7 +303,7 @@ class Trained(Check):
 
     def _is_part(self, tensor: Tensor) -> bool:
         """Return whether the optimizers hold the last layers of a model, as if only these are to be trained."""
-        held = {id(p) for optimizer in self._steps for p in _parameters(optimizer)}
+        held = {id(p) for optimizer in self._steps for p in parameters_of(optimizer)}
         models = [[id(p) for p in root.parameters()] for root in self.run.modules.roots()]
         model = next((each for each in models if id(tensor) in each), [])
         last = [*itertools.dropwhile(lambda each: each not in held, model)]
@@ -327,10 +328,6 @@ class Trained(Check):
             elif isinstance(value, (list, tuple)):
                 pending += [(f"{path}[{index}]", each) for index, each in enumerate(value)]
         return ""
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _place_of(caller: Caller) -> Place:

@@ -20,6 +20,7 @@ from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque, storage_key
 from ampkit.dtypes import SIXTEEN_BIT
+from ampkit.gradients.collect import parameters as parameters_of
 
 _MIN_STEPS = 3  # steps before a finding
 _MAX_ELEMENTS = 1 << 16  # the most elements of a parameter that are checked
@@ -133,7 +134,7 @@ class Updates(Check):
         return size > 0, size > 1e-5 * loss or 0 < size < 1e-20 * loss
 
     def step_starts(self, optimizer: Any, closure: bool) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
             return
         state = self._optimizers.setdefault(optimizer, _Optimizer())
