@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.gradients.collect import parameters as parameters_of
@@ -73,14 +73,6 @@ class Clipping(Check):
             if line.empty:
                 why = "it is given no parameters: an iterator such as model.parameters() can be read once only"
                 fix = "clip_grad_norm_(model.parameters(), ...) with a new iterator in each call, or list(parameters)"
-            self.add(
-                Finding(
-                    grade="error",
-                    check=self.name,
-                    cause=Cause("empty" if line.empty else "no gradients", why),
-                    what=f"clipping has no effect: the last {line.nothing} calls clip nothing",
-                    place=place,
-                    fix=Fix(fix),
-                    last=self.run.step - 1,
-                )
-            )
+            what = f"clipping has no effect: the last {line.nothing} calls clip nothing"
+            cause = Cause("empty" if line.empty else "no gradients", why)
+            self.found(place, "error", cause, what, fix, step=0, last=self.run.step - 1)

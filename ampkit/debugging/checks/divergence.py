@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
+from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque
@@ -76,18 +76,10 @@ class Divergence(Check):
             why += f" ({start.rate:.3g} in the first step)"
         why += f" and gradients up to {step.gradient:.3g}" + ("" if self._clips else ", which are not clipped")
         advice = "clip_grad_norm_(model.parameters(), 1.0) before the step" if not self._clips else "a warm-up"
-        self.add(
-            Finding(
-                grade=grade,
-                check=self.name,
-                cause=Cause("divergence", why, step.gradient),
-                what="the training diverges" if grade == "error" else "the loss overflows after an update",
-                place=self._place,
-                fix=Fix(f"a smaller learning rate, such as {step.rate / 10:.3g}, or {advice}"),
-                step=first,
-                last=self.run.step - 1,
-            )
-        )
+        what_happens = "the training diverges" if grade == "error" else "the loss overflows after an update"
+        fix = f"a smaller learning rate, such as {step.rate / 10:.3g}, or {advice}"
+        cause = Cause("divergence", why, step.gradient)
+        self.found(self._place, grade, cause, what_happens, fix, step=first, last=self.run.step - 1)
 
 
 def _largest(tensors: list[Tensor]) -> float:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.observe.training_loop import calling_place
@@ -111,17 +111,8 @@ class Replicas(Check):
         if not same:
             why = "their gradients differ: DistributedDataParallel does not average them"
             fix = "call the wrapped model, not its `module`; find_unused_parameters=True; backward outside of no_sync()"
-        self.add(
-            Finding(
-                grade="error",
-                check=self.name,
-                cause=Cause("differs", why),
-                what=f"{self.run.names_of([p])} differs on ranks {min(self._rank, other)} and {max(self._rank, other)}",
-                place=place,
-                fix=Fix(fix),
-                step=step,
-            )
-        )
+        what = f"{self.run.names_of([p])} differs on ranks {min(self._rank, other)} and {max(self._rank, other)}"
+        self.found(place, "error", Cause("differs", why), what, fix, step=step)
 
 
 def _plain(optimizer: Optimizer) -> list[Tensor]:

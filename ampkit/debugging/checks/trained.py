@@ -22,7 +22,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
+from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.autograd_graph import leaves_from
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.call_sites import Caller
@@ -242,8 +242,7 @@ class Trained(Check):
             self._add("note", Cause("no gradient"), f"the gradient of {self.run.names_of(tensors)} is missing", place)
 
     def _add(self, grade: Grade, cause: Cause, what: str, place: Place, fix: str = "") -> None:
-        last = self.run.step - 1
-        self.add(Finding(grade=grade, check=self.name, cause=cause, what=what, place=place, fix=Fix(fix), last=last))
+        self.found(place, grade, cause, what, fix, step=0, last=self.run.step - 1)
 
     def _add_unused(self, leaves: list[_Leaf]) -> None:
         """Add optimizers that never step, although their parameters have new gradients in each backward."""

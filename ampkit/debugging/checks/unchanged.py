@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.finding import Cause, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque
@@ -131,9 +131,7 @@ class Unchanged(Check):
         initial = max(float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups)
         if max(_rates(optimizer)) <= _SMALL * initial:
             place = self._scheduled.get(optimizer, place)
-        finding = Finding(grade="error", check=self.name, cause=cause, what=what, place=place, fix=Fix(fix))
-        finding.last = self.run.step - 1
-        self.add(finding)
+        self.found(place, "error", cause, what, fix, step=0, last=self.run.step - 1)
 
 
 def _rates(optimizer: Any) -> list[float]:
