@@ -13,14 +13,12 @@ DEVICES = ("cpu", "cuda")  # `ampkit explain --device` has the others
 
 INTRO = """# Operator lists
 
-The rule of each operator in a region, for CPUs and CUDA. `ampkit explain --device mps` lists other devices.
-`docs/make_operators.py` writes this page from `ampkit/policy/torch_lists.py` and `default_lists.py`.
+The [rule](policy.md#rules-for-operators) of each operator in a region, for CPUs and CUDA. `ampkit explain softmax`
+prints the rule of one operator, and `ampkit explain --device mps` lists other devices. `docs/make_operators.py` writes
+this page from `ampkit/policy/torch_lists.py` and `default_lists.py`.
 
-Operators without a rule, in-place operators and `out=` variants are not cast. [Policies](policy.md#rules-for-operators)
-describes the rules. `ampkit explain softmax` prints the rule of an operator and its reason.
-
-`Policy.torch(device)` is the first list, `Policy.default(device)` both. Names are ATen's, with the overload after the
-dot unless it is the default one.
+Operators without a rule, in-place operators and `out=` variants are not cast. `Policy.torch(device)` is the first list,
+`Policy.default(device)` both. Names are ATen's, with the overload after the dot unless it is the default one.
 
 <div class="filter" data-filter></div>
 """
@@ -28,9 +26,9 @@ dot unless it is the default one.
 COMPOSITES = """## Composites
 
 A composite operator calls other operators. Without a rule of its own, its parts follow their rules: `einsum` calls
-`bmm`, and `cross_entropy_loss` calls `log_softmax` and `nll_loss`. Other kernels can also call operators with rules:
-`_trilinear`, behind `bilinear` on CPUs, calls `bmm`. `Policy.torch` does not change that. The default policy adds rules
-for operators that break: `linalg.pinv` and `sparse.mm` would lose their derivative, and `matrix_exp` would raise.
+`bmm`, and `cross_entropy_loss` calls `log_softmax` and `nll_loss`. Kernels can also call operators with rules:
+`_trilinear`, behind `bilinear` on CPUs, calls `bmm`. The default policy has float32 rules for such operators if a cast
+breaks them.
 """
 
 
@@ -39,13 +37,19 @@ def render() -> str:
     parts = [INTRO]
     for title, lists in (("## torch.amp's lists\n", TORCH), ("## Additions of the default policy\n", DEFAULT_EXTRA)):
         parts.append(title)
-        parts += [f"### {device}\n\n{_table(lists[device])}\n" for device in DEVICES]
+        shared = [group for group in lists[DEVICES[0]] if all(group in lists[device] for device in DEVICES)]
+        for name, groups in [(" and ".join(DEVICES), shared), *((device, lists[device]) for device in DEVICES)]:
+            parts.append(f"### {name}\n\n{_table(g for g in groups if groups is shared or g not in shared)}\n")
     parts.append(COMPOSITES)
     return "\n".join(parts)
 
 
 def _table(groups: Iterable[Group]) -> str:
-    rows = [(f"`{g.rule.name}`", _sentence(g.why, g.since, g.until), _names(g.ops)) for g in groups]
+    merged: dict[Group, str] = {}
+    for group in groups:  # a row for each rule and reason
+        key = group._replace(ops="")
+        merged[key] = f"{merged.get(key, '')} {group.ops}"
+    rows = [(f"`{g.rule.name}`", _sentence(g.why, g.since, g.until), _names(ops)) for g, ops in merged.items()]
     return _lines([("rule", "reason", "operators"), ("---", "---", "---"), *rows])
 
 
