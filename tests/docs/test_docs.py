@@ -59,7 +59,7 @@ TASKS = {
     "float16 with FSDP2": "recipes.md#float16-with-fsdp2",
     "no autocast": "migrating.md#do-you-need-autocast",
     "compiled and eager differ": "compile.md#numerics-of-inductor",
-    "FP16 gradients": "scaler.md#errors-and-faults",
+    "FP16 gradients": "scaler.md#errors",
     "slow FP8": "float8.md#when-to-use-it",
 }
 
