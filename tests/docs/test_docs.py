@@ -70,7 +70,7 @@ BLOCK = re.compile(
 )
 SHOWN = re.compile(r"<!-- output of (?P<script>[^\n]+) -->\n```text\n(?P<text>.*?)```", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
-GOES_ON = "# goes on from the first example\n"
+GOES_ON = "# continues the first example\n"
 LIBRARIES = ("accelerate", "transformers", "lightning", "timm")  # which an environment may lack
 
 
