@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampkit.containers import map_tensors
 from ampkit.dispatch.casting import is_eligible
-from ampkit.dispatch.dynamo_guard import MARK_DEVICES
+from ampkit.dispatch.dynamo_guard import TAG_DEVICES
 from ampkit.policy.policy import register_op
 from ampkit.policy.rules import Rule
 from ampkit.policy.torch_lists import TORCH
@@ -171,7 +171,7 @@ class _Disabled:
 
 def _enabled() -> list[str]:
     """Return the device types whose autocast is on."""
-    return [name for name in TORCH if torch.is_autocast_enabled(name) and name not in MARK_DEVICES]
+    return [name for name in TORCH if torch.is_autocast_enabled(name) and name not in TAG_DEVICES]
 
 
 def _casting(fn: Callable[P, R], rule: Rule, name: str) -> Callable[P, R]:

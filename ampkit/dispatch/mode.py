@@ -60,8 +60,8 @@ class AutocastMode(TorchDispatchMode):
         # ampkit's applies before them, so that `vmap` over models equals the loop over models.
         self.as_torch = all(policy.base == "torch" for _, policy in policies)
         self.key = TORCH_KEY if self.as_torch else KEY
-        self.mark = dynamo_guard.mark_of(policies)
-        self.mark_without_casts = dynamo_guard.mark_of(policies, casts=False)
+        self.tag = dynamo_guard.tag_of(policies)
+        self.tag_without_casts = dynamo_guard.tag_of(policies, casts=False)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device_type for device_type, _ in policies))
         for _, table in self.tables:
             install(table, self.key)

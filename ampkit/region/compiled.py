@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from ampkit.dispatch.dynamo_guard import begin_backward_as_eager, current_mark
+from ampkit.dispatch.dynamo_guard import begin_backward_as_eager, current_tag
 from ampkit.policy.policy import register_changes
 from ampkit.region.arguments import RegionSpec
 from ampkit.region.stack import enter, leave_down_to, thread
@@ -43,7 +43,7 @@ def enter_region(text: str, changes: int) -> None:
         _at_end_of_trace(translator, functools.partial(leave_down_to, len(thread.regions)))
     caller = sys._getframe(1)
     enter(_spec_of(text), graph=caller if _runs_a_graph(caller) else None)
-    if translator is not None and current_mark():
+    if translator is not None and current_tag():
         begin_backward_as_eager()
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ampkit.dispatch import self_check
 from ampkit.dispatch.dispatcher import KEY, TLS_NAME, TORCH_KEY, Exit, current_mode
-from ampkit.dispatch.dynamo_guard import Mark, write_mark
+from ampkit.dispatch.dynamo_guard import Tag, write_tag
 from ampkit.dispatch.mode import AutocastMode, observers
 from ampkit.dispatch.weight_cache import WeightCasts
 from ampkit.forks import clear_torch_cache
@@ -52,7 +52,7 @@ class State(NamedTuple):
     included: bool  # whether the key of the region's mode is included, and whether it is excluded
     excluded: bool
     other_excluded: bool | None  # whether the other key is excluded; None if the enclosing region does not use it
-    mark: Mark  # of the policy, for Dynamo
+    tag: Tag  # of the policy, for Dynamo
 
 
 class OpenRegion(NamedTuple):
@@ -82,7 +82,7 @@ thread = ThreadState()
 
 def write(device_type: str, key: Any, state: State, now: State) -> None:
     """Set the state of this thread, which was set to `now` before."""
-    enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, mark = state
+    enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, tag = state
     if mode is not now.mode:
         put_in_tls(TLS_NAME, mode)
     if included is not now.included:
@@ -91,8 +91,8 @@ def write(device_type: str, key: Any, state: State, now: State) -> None:
         set_excluded(key, excluded)
     if other_excluded is not None and other_excluded is not now.other_excluded:
         set_excluded(_OTHER_KEY[key], other_excluded)
-    if mark is not now.mark:
-        write_mark(mark, now.mark)
+    if tag is not now.tag:
+        write_tag(tag, now.tag)
     # torch's autocast state is written in any case, since code in the region may have changed it.
     _set_dtype(device_type, dtype)
     _set_enabled(device_type, enabled)
@@ -128,18 +128,18 @@ def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool 
         is_included(key),
         is_excluded(key),  # inside a disabled region, or inside an operator
         None if outer is None or outer.key is key else is_excluded(outer.key),
-        () if around is None else around.state.mark,
+        () if around is None else around.state.tag,
     )
     before = _new(State, values)
     reached = enabled or recomputes
     if len(mode.policies) > 1:  # operators also reach the mode if a region of another device type is around this one
         reached = reached or any(_is_enabled(each) for each, _ in mode.policies if each != device_type)
     if reached and not Exit.begun:
-        included, excluded, mark = True, False, mode.mark
+        included, excluded, tag = True, False, mode.tag
     else:
-        included, excluded, mark = before.included, before.included or before.excluded, mode.mark_without_casts
+        included, excluded, tag = before.included, before.included or before.excluded, mode.tag_without_casts
     other_excluded = None if before.other_excluded is None else True
-    state = _new(State, (enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, mark))
+    state = _new(State, (enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, tag))
     region = _new(OpenRegion, (spec, before, state, cache, graph, reached, None))
     regions.append(region)
     _increment_nesting()

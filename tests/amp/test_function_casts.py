@@ -62,7 +62,7 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
 
 
 def test_off_is_what_was_on_and_no_other_device() -> None:
-    """The default policy writes a mark that looks like autocast for devices that no torch has."""
+    """The default policy writes a tag that looks like autocast for devices that no torch has."""
 
     def depth() -> int:
         return len(thread.regions)

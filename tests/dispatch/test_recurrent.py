@@ -97,14 +97,14 @@ def test_layout_is_asked_for_as_the_module_asks(monkeypatch, make, packed, optio
 
 
 def test_a_wrong_dtype_in_a_disabled_region_is_refused():
-    """By torch's own check, or by its kernel where a mark is set: the check passes if autocast is on for any device."""
+    """By torch's own check, or by its kernel where a tag is set: the check passes if autocast is on for any device."""
     layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4, dtype=FP16)
-    marked = autocast("cpu", policy=Policy.torch("cpu").with_rules({"gelu": "keep"}))
+    tagged = autocast("cpu", policy=Policy.torch("cpu").with_rules({"gelu": "keep"}))
     for outer, region, error, message in (
         (autocast("cpu"), autocast, ValueError, r"RNN input dtype .* does not match"),
         (autocast("cpu", policy="torch"), torch.autocast, ValueError, r"RNN input dtype .* does not match"),
-        (marked, autocast, RuntimeError, "must have the same dtype, but got Half and Float"),
-        (marked, torch.autocast, RuntimeError, "must have the same dtype, but got Half and Float"),
+        (tagged, autocast, RuntimeError, "must have the same dtype, but got Half and Float"),
+        (tagged, torch.autocast, RuntimeError, "must have the same dtype, but got Half and Float"),
     ):
         with outer, region("cpu", enabled=False), pytest.raises(error, match=message):
             layer(x)

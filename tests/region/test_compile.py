@@ -150,15 +150,15 @@ def test_an_operator_that_fails_in_compiled_code_leaves_nothing_open(
     with monkeypatch.context() as patch:
         rules = (("cpu", RULES),)
         taken: dict[Any, str] = {}
-        for _ in range(n_digits):  # the second time another policy has the mark of one digit
+        for _ in range(n_digits):  # the second time another policy has the tag of one digit
             patch.setattr(dynamo_guard, "_texts", dict(taken))
-            patch.setattr(dynamo_guard, "_marks", {})
-            dynamo_guard._mark_of.cache_clear()
-            taken[dynamo_guard.mark_of(rules)] = "another policy"
+            patch.setattr(dynamo_guard, "_tags", {})
+            dynamo_guard._tag_of.cache_clear()
+            taken[dynamo_guard.tag_of(rules)] = "another policy"
         thread.modes.clear()
-        assert len(dynamo_guard.mark_of(rules)) == n_digits
+        assert len(dynamo_guard.tag_of(rules)) == n_digits
         _check_an_operator_that_fails()
-        dynamo_guard._mark_of.cache_clear()
+        dynamo_guard._tag_of.cache_clear()
         thread.modes.clear()
 
 

@@ -31,7 +31,7 @@ TURN = 0
 
 
 def regions() -> torch.nn.Module:
-    """A model that has taken every lock of regions: of caches, policy marks, hooks and registration."""
+    """A model that has taken every lock of regions: of caches, policy tags, hooks and registration."""
     global TURN
     TURN += 1
     net = torch.nn.Sequential(torch.nn.PReLU(), torch.nn.PReLU())
