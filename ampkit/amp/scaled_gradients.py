@@ -123,7 +123,7 @@ class ScaledGradients:
         """Multiply the gradients by `inv_scale`, check them, and add those set aside. Never synchronizes.
 
         Returns:
-            Flags by device, 1 if a gradient is not finite, and the meshes whose ranks must agree on them.
+            Flags by device, 1 if a gradient is not finite, and the meshes whose ranks must have the same flags.
         """
         flags: dict[torch.device, Tensor] = {}
         meshes: dict[Any, None] = {}
@@ -232,7 +232,7 @@ class LossScaler(GradScaler):
         """Unscale one optimizer's gradients. Returns a flag, 1 if one is not finite; None if there are none."""
         found_inf, meshes = gradients.unscale_(self._inverse_scale()[0])
         record = self._record_of(gradients.optimizer)
-        self._agree(record, meshes, found_inf)
+        self._reduce_flags(record, meshes, found_inf)
         flags = merged(record.state["found_inf_per_device"], found_inf)
         record.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
         return combined([*flags.values()], self._where()) if flags else None

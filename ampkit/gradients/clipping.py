@@ -47,7 +47,7 @@ def clip_unscaled(params: Sequence[Tensor], max_norm: float | Tensor, norm_type:
     norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
     if params:  # NCCL has no all-reduce on the CPU, where the norm of no gradients is
         norm = norm.to(params[0].device)
-    norm = ranks.Agreement(()).norm({(): norm}, {}, norm.device, norm_type, process_group)
+    norm = ranks.SkipGroups(()).norm({(): norm}, {}, norm.device, norm_type, process_group)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
     return norm
 
@@ -67,7 +67,7 @@ def norm_and_factor(
     found_inf: dict[torch.device, Tensor],
     norm_type: float,
     max_norm: float | Tensor,
-    agreement: ranks.Agreement,
+    skip_groups: ranks.SkipGroups,
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of the gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
@@ -78,10 +78,10 @@ def norm_and_factor(
     Args:
         gradients: this rank's gradients, still scaled.
         inv_scale: 1 / scale, 0-d float32.
-        found_inf: a flag for each device, set to 1 if a gradient is not finite, there or on a rank of `agreement`.
+        found_inf: a flag for each device, set to 1 if a gradient is not finite, there or on a rank of `skip_groups`.
         norm_type: the order; inf: the largest magnitude.
         max_norm: the largest norm after clipping.
-        agreement: the ranks that skip together.
+        skip_groups: the ranks that skip together.
         process_group: ranks that hold other gradients, over which the norm is taken as well.
 
     Returns:
@@ -89,7 +89,7 @@ def norm_and_factor(
     """
     if gradients.meshes or process_group is not None:
         parts = _norms_of_parts(gradients, inv_scale, found_inf, norm_type)
-        norm = agreement.norm(parts, found_inf, inv_scale.device, norm_type, process_group)
+        norm = skip_groups.norm(parts, found_inf, inv_scale.device, norm_type, process_group)
         return norm, clip_factor(norm, inv_scale, max_norm)
     grads = gradients.by_device.get(inv_scale.device)
     if grads is None or len(gradients.by_device) > 1:
@@ -98,7 +98,7 @@ def norm_and_factor(
     else:
         flag = found_inf[inv_scale.device]
         norm, factor = ampkit_kernels.norm_and_clip_factor(grads, inv_scale, flag, max_norm, norm_type)
-    agreement.agree(found_inf, inv_scale.device)
+    skip_groups.reduce_flags(found_inf, inv_scale.device)
     return norm, factor
 
 

@@ -1,4 +1,4 @@
-"""Ranks that must skip together: agree on one found_inf, take norms over all of them, and find drift between them."""
+"""Ranks that must skip together: one found_inf and one norm for all of them, and numbers that differ between them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-class Agreement:
-    """The ranks that skip together, and the collectives in which they agree on flags and take norms.
+class SkipGroups:
+    """The process groups of the ranks that skip together, and the collectives for their flags and norms.
 
     There is one all-reduce for each dimension of the meshes, and one for an additional process group. Norms and flags
     share a message. Which collectives a rank issues, and how long their messages are, depends on the meshes of its
@@ -31,10 +31,10 @@ class Agreement:
 
     Args:
         meshes: the groups of each mesh that a DTensor spans, in the same order on all ranks.
-        group: a process group whose ranks skip together besides; None: there is none.
+        group: an additional process group whose ranks skip together; None: there is none.
 
     Attributes:
-        groups: the groups over which flags are reduced, one after the other; empty for a rank that decides for itself.
+        groups: the groups over which flags are reduced, one after the other; empty for a rank that skips independently.
     """
 
     def __init__(self, meshes: Iterable[Groups], group: Any = None) -> None:
@@ -43,7 +43,7 @@ class Agreement:
         self._own = None if group in self._dimensions else group
         self.groups = self._dimensions if self._own is None else [*self._dimensions, self._own]
 
-    def agree(self, found_inf: dict[torch.device, Tensor], device: torch.device) -> None:
+    def reduce_flags(self, found_inf: dict[torch.device, Tensor], device: torch.device) -> None:
         """Set every flag to the maximum over all ranks, in place. Synchronizes only by collectives.
 
         Args:
@@ -70,7 +70,7 @@ class Agreement:
         Args:
             parts: the norms of this rank's parts of the gradients by the groups that hold the others, 0-d; (): the norm
                 of gradients of which no other rank has a part, or other ranks hold equal ones.
-            found_inf: flags by device, as in `agree`.
+            found_inf: flags by device, as in `reduce_flags`.
             device: where norms and flags are combined.
             norm_type: the order of the norm.
             across: a process group whose ranks hold other gradients, unless their mesh has all of its ranks; None:
@@ -98,8 +98,8 @@ class Agreement:
         return _root(_joined(powers.values(), norm_type), norm_type, dtype)
 
 
-ALONE = Agreement(())
-"""A rank that decides for itself whether to skip a step."""
+NO_GROUPS = SkipGroups(())
+"""The groups of a rank that skips independently."""
 
 
 def _spans_all(groups: Groups) -> bool:
@@ -122,7 +122,7 @@ def _set(found_inf: Mapping[torch.device, Tensor], flag: Tensor) -> None:
 def _reduced(numbers: Sequence[Tensor], norm_type: float, group: Any) -> Tensor:
     """Return a message of flags and powers of norms, summed over a group; the maximum for the infinity norm."""
     message = torch.stack(list(numbers))
-    if norm_type == math.inf:  # NaN may get lost in a maximum
+    if norm_type == math.inf:  # a maximum may ignore NaN
         message = message.nan_to_num_(nan=math.inf, posinf=math.inf)
     dist.all_reduce(message, dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM, group=group)
     return message
@@ -150,8 +150,8 @@ def differing(values: dict[str, float], device: torch.device, group: Any) -> dic
 
     Synchronizes: one all-reduce and one read.
     """
-    mine = torch.tensor([*values.values()], dtype=torch.float64, device="cpu")
-    message = torch.cat((mine, -mine)).to(device)
+    local = torch.tensor([*values.values()], dtype=torch.float64, device="cpu")
+    message = torch.cat((local, -local)).to(device)
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     highest, lowest = message.reshape(2, -1).tolist()
     return {name: (-low, high) for name, low, high in zip(values, lowest, highest, strict=True) if -low != high}

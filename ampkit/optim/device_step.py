@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ampkit_kernels as kernels
 from ampkit.gradients.clipping import norm_and_factor
 from ampkit.gradients.collect import ORDINARY, gradients_of, host_value_or_none, local_tensor, moved, note_written
-from ampkit.gradients.ranks import Agreement
+from ampkit.gradients.ranks import SkipGroups
 from ampkit.gradients.step_contract import StepScalars
 from ampkit.optim.float32_step import step_in_float32
 from ampkit.optim.low_precision_weights import Precision
@@ -338,7 +338,7 @@ class DeviceStep(ABC):
         inverse = scalars.inverse_scale()
         factor = torch.ones((), dtype=torch.float32, device=device) if inverse is None else inverse
         flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in gradients.by_device}
-        self.grad_norm, factor = norm_and_factor(gradients, factor, flags, 2.0, max_norm, Agreement(gradients.meshes))
+        self.grad_norm, factor = norm_and_factor(gradients, factor, flags, 2.0, max_norm, SkipGroups(gradients.meshes))
         return StepScalars(scalars.found_inf, None, factor.float())
 
     def _leaves_cpu(self) -> bool:

@@ -53,7 +53,7 @@ from ampkit.scaler import saved_state
 from ampkit.scaler import skip_above as norm_limit
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, ScaleState
-from ampkit.scaler.optimizer_record import OptimizerRecord, claim, renew_marks
+from ampkit.scaler.optimizer_record import OptimizerRecord, renew_owner_ids, set_owner
 from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
 from ampkit.scaler.skip_above import TimesMedian
 from ampkit.torch_private import current_device_type, is_flat, ready_record, update_scale_
@@ -64,7 +64,7 @@ Flags = dict[torch.device, Tensor]
 """A 0-d flag for each device that holds gradients: 0.0, or nonzero if one of them is not finite."""
 OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 
-_IDLE_STEPS = 3
+_EMPTY_STEPS = 3
 """Warn after this many initial steps in which the optimizer found no gradients."""
 
 
@@ -166,15 +166,15 @@ class GradScaler(torch.amp.GradScaler):
         self._counters: Sequence[Tensor] = ()  # the strategy's other counters
         self._history: Any = None  # made with the scale
         self._records: weakref.WeakKeyDictionary[Any, OptimizerRecord] = weakref.WeakKeyDictionary()
-        self._by_mark: dict[int, OptimizerRecord] = {}
+        self._by_owner_id: dict[int, OptimizerRecord] = {}
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
         """Make every optimizer READY, and forget everything about the last iteration."""
         self._states: MutableMapping[int, Any] = defaultdict(ready_record)
-        for record in self._by_mark.values():
+        for record in self._by_owner_id.values():
             record.end_iteration()
-        self._by_mark = {}  # the records of this iteration's optimizers, by the mark on their gradients
+        self._by_owner_id = {}  # the records of this iteration's optimizers
         self._outlier: Tensor | None = None  # whether a step of any optimizer was skipped only for its norm
         self._used_scale: Tensor | None = None  # a copy of the scale that unscaled gradients
 
@@ -290,7 +290,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        renew_marks(self._by_mark)
+        renew_owner_ids(self._by_owner_id)
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
@@ -370,7 +370,7 @@ class GradScaler(torch.amp.GradScaler):
                 gradients.unscale_(inv_scale, flags)
             else:
                 gradients.check(torch.ones_like(found_inf), flags)
-        self._agree(record, gradients.meshes, flags)
+        self._reduce_flags(record, gradients.meshes, flags)
         return flags
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
@@ -382,7 +382,7 @@ class GradScaler(torch.amp.GradScaler):
         record.state["found_inf_per_device"] = flags = {device: moved(flag, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):
             gradients.check(inv_scale, flags)
-        self._agree(record, gradients.meshes, flags)
+        self._reduce_flags(record, gradients.meshes, flags)
         return flags
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
@@ -396,27 +396,27 @@ class GradScaler(torch.amp.GradScaler):
     def _gradients(
         self, record: OptimizerRecord, optimizer: Any, allow_fp16: bool = True, **options: bool
     ) -> Gradients:
-        """Collect the optimizer's gradients, and mark them as its own in this iteration."""
+        """Collect the optimizer's gradients, and set the optimizer as their owner in this iteration."""
         take_master_gradients(optimizer)
         gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer, **options)
         if record.optimizer is not None:
-            claim(gradients.originals, record, self._by_mark)
+            set_owner(gradients.originals, record, self._by_owner_id)
         return gradients
 
-    def _agreement_of(self, record: OptimizerRecord, meshes: Collection[tuple[Any, ...]]) -> ranks.Agreement:
+    def _skip_groups_of(self, record: OptimizerRecord, meshes: Collection[tuple[Any, ...]]) -> ranks.SkipGroups:
         """Return the ranks that must skip together: of the meshes of gradients, and of `process_group`."""
         own_group = self.process_group
         if own_group is None and record.holds_shards and ranks.several():
             own_group = torch.distributed.group.WORLD  # shards of FSDP1 do not name the ranks with the other parts
-        record.agreement = ranks.Agreement(meshes, own_group) if meshes or own_group is not None else ranks.ALONE
-        return record.agreement
+        record.skip_groups = ranks.SkipGroups(meshes, own_group) if meshes or own_group is not None else ranks.NO_GROUPS
+        return record.skip_groups
 
-    def _agree(self, record: OptimizerRecord, meshes: Collection[tuple[Any, ...]], flags: Flags) -> None:
+    def _reduce_flags(self, record: OptimizerRecord, meshes: Collection[tuple[Any, ...]], flags: Flags) -> None:
         """Make flags the same on all ranks that must skip together."""
-        agreement = self._agreement_of(record, meshes)
-        if agreement.groups:
+        skip_groups = self._skip_groups_of(record, meshes)
+        if skip_groups.groups:
             device = self._where() if self._scale is not None or not flags else next(iter(flags))
-            agreement.agree(flags, device)
+            skip_groups.reduce_flags(flags, device)
 
     def _record_of(self, optimizer: Any) -> OptimizerRecord:
         """Return an optimizer's record in this iteration, which it joins.
@@ -426,9 +426,9 @@ class GradScaler(torch.amp.GradScaler):
         record = self._lasting_record_of(optimizer)
         state = self._states[id(optimizer)]
         if record.state is not state:
-            self._by_mark.pop(record.mark, None)
+            self._by_owner_id.pop(record.owner_id, None)
             record.begin_iteration(optimizer, state)
-            self._by_mark[record.mark] = record
+            self._by_owner_id[record.owner_id] = record
         return record
 
     def _lasting_record_of(self, optimizer: Any) -> OptimizerRecord:
@@ -527,9 +527,9 @@ class GradScaler(torch.amp.GradScaler):
         for device in gradients.by_device:
             if device not in flags:
                 flags[device] = flag if device == flag.device else moved(flag, device)
-        agreement = self._agreement_of(record, gradients.meshes)
+        skip_groups = self._skip_groups_of(record, gradients.meshes)
         norm, factor = clipping.norm_and_factor(
-            gradients, inv_scale, flags, norm_type, max_norm, agreement, process_group
+            gradients, inv_scale, flags, norm_type, max_norm, skip_groups, process_group
         )
         record.state["found_inf_per_device"] = flags
         if self._skip_above is not None and record.outlier is None and flags:
@@ -543,11 +543,11 @@ class GradScaler(torch.amp.GradScaler):
             norms: Any = record.norms
             if norms.device != norm.device:
                 record.norms = norms = norms.to(norm.device)
-            outlier = norm_limit.judge_(limit, norms, norm)
+            outlier = norm_limit.compare_(limit, norms, norm)
         else:
             outlier = norm_limit.is_outlier(norm, limit)
-        if record.agreement is not None:
-            record.agreement.agree({outlier.device: outlier}, outlier.device)
+        if record.skip_groups is not None:
+            record.skip_groups.reduce_flags({outlier.device: outlier}, outlier.device)
         record.note_comparison(norm, outlier)
 
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
@@ -692,7 +692,7 @@ class GradScaler(torch.amp.GradScaler):
             only_outlier = None
         if self._history is not None:  # None: another scaler scales these gradients, and counts their steps
             self._history.note_step(found_inf, only_outlier)
-        record.found_inf, record.skipped, record.was_outlier, record.idle_steps = found_inf, skipped, outlier, -1
+        record.found_inf, record.skipped, record.was_outlier, record.empty_steps = found_inf, skipped, outlier, -1
         self._stuck_check_due = skipped is None
         record.skips_in_a_row = record.skips_in_a_row + 1 if skipped else 0
         if skipped or outlier is not None:
@@ -709,12 +709,12 @@ class GradScaler(torch.amp.GradScaler):
         record.found_inf = torch.zeros_like(self._scale_on(torch.device("cpu")))
         record.skipped, record.counts = True, None
         step_contract.mark_step_called(optimizer)
-        if record.idle_steps >= 0:
-            record.idle_steps += 1
-        if record.idle_steps == _IDLE_STEPS:
+        if record.empty_steps >= 0:
+            record.empty_steps += 1
+        if record.empty_steps == _EMPTY_STEPS:
             self._warn_once(
                 "idle",
-                f"{type(optimizer).__name__} has found no gradients in its first {_IDLE_STEPS} steps; its parameters "
+                f"{type(optimizer).__name__} has found no gradients in its first {_EMPTY_STEPS} steps; its parameters "
                 "did not change. Expected gradients from backward() of a scaled loss. Possible "
                 "causes: the optimizer holds parameters of another model, or parameters that are frozen or were "
                 "replaced, the loss is detached from them, or zero_grad() is called between backward() and step().",
@@ -754,7 +754,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("update")
         norm = None  # the largest of the iteration
-        for record in self._by_mark.values():
+        for record in self._by_owner_id.values():
             if record.norm is not None:
                 norm = record.norm if norm is None else torch.maximum(norm, record.norm)
         if new_scale is not None:
@@ -1140,8 +1140,8 @@ class GradGuard(GradScaler):
     """Skip steps whose gradients are not finite; nothing is scaled. For training in bfloat16 and float32.
 
     One inf or NaN in a gradient makes every weight NaN, and then every checkpoint. A guard is a `GradScaler` whose
-    strategy is `NoOpLossScale`, with all its methods, agreement of ranks and `state_dict`. `scale` returns the loss and
-    may be left out.
+    strategy is `NoOpLossScale`, and has all its methods. `scale` returns the loss unchanged and need not be called.
+    Synchronizes as `GradScaler` does.
 
     Args:
         device: device type that the script trains on; None: the current accelerator, or "cpu" without one.

@@ -1,8 +1,8 @@
 """A scaler's record of one optimizer: its gradients in this iteration, how its last step ended, and its last norms.
 
-Two optimizers with the same parameter would each divide its gradient. So an optimizer's gradients get a mark, an
-attribute of two integers. It keeps nothing alive, refers to no parameter, and `torch.load` accepts a saved gradient
-that has one.
+Two optimizers with the same parameter would each divide its gradient. So gradients get an attribute with the owner ID
+of the optimizer that unscales them. The attribute is two integers: it keeps nothing alive, refers to no parameter, and
+`torch.load` accepts a saved gradient that has one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampkit.gradients.collect import parameters
-from ampkit.gradients.ranks import Agreement
+from ampkit.gradients.ranks import SkipGroups
 from ampkit.scaler.overflow_report import Counted
 
-_MARK = "_ampkit_unscaled_for"
-"""The attribute of a gradient with `mark` of the optimizer that unscaled it, and a version counter or -1."""
-_UNMARKED = -1, -1
+_OWNER_ID = "_ampkit_unscaled_for"
+"""The attribute of a gradient: `owner_id` of the optimizer that unscaled it, and a version counter or -1."""
+_NO_OWNER = -1, -1
 
-# Random: a gradient that was loaded from a file has a mark of another process, which must match none of this one.
-_marks = itertools.count(secrets.randbits(62))
+# Random: a gradient that was loaded from a file has an ID of another process, which must match none of this one.
+_owner_ids = itertools.count(secrets.randbits(62))
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class OptimizerRecord:
         holds_shards: whether the optimizer holds shards of FSDP1.
         norms: the optimizer's last norms, for `TimesMedian`; None without it.
         takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not examined yet.
-        idle_steps: initial steps without gradients; -1 after a step that found some.
+        empty_steps: initial steps without gradients; -1 after a step that found some.
         skips_in_a_row: the last steps that the host skipped for inf or NaN.
 
     Attributes of the last step:
@@ -49,18 +49,18 @@ class OptimizerRecord:
     Attributes of the iteration, from the first call with the optimizer to `update()`:
         optimizer: the optimizer. This reference keeps its id, by which torch's records are found, from being reused.
         state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
-        agreement: the ranks that must skip together; None before gradients were collected.
-        outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `agreement`; None: not compared.
+        skip_groups: the ranks that must skip together; None before gradients were collected.
+        outlier: whether the norm is above `skip_above`, 0-d, the same in all `skip_groups`; None: not compared.
         norm: the largest norm that clipping returned, without clipping the largest that was compared with `skip_above`;
             None without either.
         is_clipped: whether clipping returned `norm`.
-        mark: the number that marks gradients as this optimizer's.
+        owner_id: the ID of the optimizer on its gradients.
     """
 
     holds_shards: bool
     norms: Tensor | None = None
     takes_scaler: bool | None = None
-    idle_steps: int = 0
+    empty_steps: int = 0
     skips_in_a_row: int = 0
 
     found_inf: Tensor | None = None
@@ -70,22 +70,22 @@ class OptimizerRecord:
 
     optimizer: Any = None
     state: dict[str, Any] = field(default_factory=dict)
-    agreement: Agreement | None = None
+    skip_groups: SkipGroups | None = None
     outlier: Tensor | None = None
     norm: Tensor | None = None
     is_clipped: bool = False
-    mark: int = -1
+    owner_id: int = -1
 
     def begin_iteration(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Join an iteration with torch's record of the optimizer."""
-        self.optimizer, self.state, self.mark = optimizer, state, next(_marks)
-        self.agreement = self.outlier = self.norm = None
+        self.optimizer, self.state, self.owner_id = optimizer, state, next(_owner_ids)
+        self.skip_groups = self.outlier = self.norm = None
         self.is_clipped = False
 
     def end_iteration(self) -> None:
-        """Forget the iteration, and let the optimizer die."""
-        self.optimizer, self.state, self.mark = None, {}, -1
-        self.agreement = self.outlier = self.norm = None
+        """Reset the attributes of the iteration, and release the optimizer."""
+        self.optimizer, self.state, self.owner_id = None, {}, -1
+        self.skip_groups = self.outlier = self.norm = None
         self.is_clipped = False
 
     def note_clipping(self, norm: Tensor) -> None:
@@ -100,36 +100,36 @@ class OptimizerRecord:
         self.outlier = outlier
 
 
-def renew_marks(by_mark: dict[int, OptimizerRecord]) -> None:
-    """Renew the marks of gradients that parameters still have, with version counters, before a backward pass.
+def renew_owner_ids(by_owner_id: dict[int, OptimizerRecord]) -> None:
+    """Renew the owner IDs on gradients that parameters still have, with version counters, before a backward pass.
 
-    Backward may write other gradients into marked tensors: after `zero_grad(set_to_none=False)`, and under DDP
+    Backward may write other gradients into the same tensors: after `zero_grad(set_to_none=False)`, and under DDP
     with `gradient_as_bucket_view`. Their version counters then change.
     """
-    for old, record in list(by_mark.items()):
-        record.mark = next(_marks)
-        by_mark[record.mark] = by_mark.pop(old)
+    for old, record in list(by_owner_id.items()):
+        record.owner_id = next(_owner_ids)
+        by_owner_id[record.owner_id] = by_owner_id.pop(old)
         for param in parameters(record.optimizer):
             grad = param.grad
-            if grad is not None and getattr(grad, _MARK, _UNMARKED) in ((old, -1), (old, grad._version)):
-                setattr(grad, _MARK, (record.mark, grad._version))
+            if grad is not None and getattr(grad, _OWNER_ID, _NO_OWNER) in ((old, -1), (old, grad._version)):
+                setattr(grad, _OWNER_ID, (record.owner_id, grad._version))
 
 
-def claim(grads: Sequence[Tensor], record: OptimizerRecord, by_mark: Mapping[int, OptimizerRecord]) -> None:
-    """Mark gradients as an optimizer's.
+def set_owner(grads: Sequence[Tensor], record: OptimizerRecord, by_owner_id: Mapping[int, OptimizerRecord]) -> None:
+    """Set the optimizer as the owner of gradients.
 
     Args:
         grads: the gradients that an optimizer has.
         record: the record of the optimizer.
-        by_mark: the records of all optimizers of the iteration, by mark.
+        by_owner_id: the records of all optimizers of the iteration.
 
     Raises:
-        RuntimeError: a gradient has the mark of another optimizer of the same iteration, and has not been written to
-            since `renew_marks`.
+        RuntimeError: another optimizer of the same iteration owns a gradient that has not been written to since
+            `renew_owner_ids`.
     """
-    for grad in grads if len(by_mark) > 1 else ():
-        mark, version = getattr(grad, _MARK, _UNMARKED)
-        owner = by_mark.get(mark)
+    for grad in grads if len(by_owner_id) > 1 else ():
+        owner_id, version = getattr(grad, _OWNER_ID, _NO_OWNER)
+        owner = by_owner_id.get(owner_id)
         if owner is None or owner is record or owner.state["stage"] is OptState.READY:
             continue
         if version in (-1, grad._version):
@@ -138,9 +138,9 @@ def claim(grads: Sequence[Tensor], record: OptimizerRecord, by_mark: Mapping[int
                 f"{tuple(grad.shape)} that was unscaled for, or used by, {type(owner.optimizer).__name__} since the "
                 f"last update(); unscaling it again would be wrong. {_advice(owner.optimizer, record.optimizer)}"
             )
-    mark = record.mark, -1
+    value = record.owner_id, -1
     for grad in grads:
-        setattr(grad, _MARK, mark)
+        setattr(grad, _OWNER_ID, value)
 
 
 def _advice(first: Any, second: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ampkit.gradients.collect import parameters
 from ampkit.scaler.loss_scale import number, to_python_numbers
 
-__all__ = ["TimesMedian", "checked", "first_norms", "is_outlier", "judge_", "size"]
+__all__ = ["TimesMedian", "checked", "compare_", "first_norms", "is_outlier", "size"]
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class TimesMedian:
 
 def first_norms(limit: TimesMedian, saved: Sequence[float] = ()) -> Tensor:
     """Return the first norms, oldest first, on the CPU: the saved ones, after inf for missing ones."""
-    kept = saved[-limit.window :]
-    return torch.tensor([math.inf] * (limit.window - len(kept)) + [*kept], dtype=torch.float32, device="cpu")
+    last = saved[-limit.window :]
+    return torch.tensor([math.inf] * (limit.window - len(last)) + [*last], dtype=torch.float32, device="cpu")
 
 
-def judge_(limit: TimesMedian, norms: Tensor, norm: Tensor) -> Tensor:
-    """`is_outlier` of a norm by the median of the last ones, to which it is added if it is finite."""
+def compare_(limit: TimesMedian, norms: Tensor, norm: Tensor) -> Tensor:
+    """Return `is_outlier` of a norm by the median of the last ones; add it to them if it is finite."""
     norm = norm.detach().float()
-    known = torch.isfinite(norms).sum()
-    median = norms.sort().values.take((known - 1).clamp(min=0) // 2)  # `nanmedian` would wait for the device
-    has_limit = (known >= limit.window // 8) & (median > 0)
+    n_finite = torch.isfinite(norms).sum()
+    median = norms.sort().values.take((n_finite - 1).clamp(min=0) // 2)  # `nanmedian` would wait for the device
+    has_limit = (n_finite >= limit.window // 8) & (median > 0)
     with_this = torch.cat((norms[1:], norm.reshape(1)))
     norms.copy_(torch.where(torch.isfinite(norm), with_this, norms))
     return is_outlier(norm, torch.where(has_limit, median * limit.factor, math.inf))

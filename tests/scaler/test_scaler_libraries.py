@@ -53,7 +53,7 @@ def test_a_subclass_whose_own_update_replaces_the_records_begins_an_iteration() 
         scaler.scale((param * value).sum()).backward()
         iterate(scaler, optimizer)
         assert scaler.stepped(optimizer) == (value == 1.0)
-        assert (scaler._outlier, scaler._by_mark) == (None, {})
+        assert (scaler._outlier, scaler._by_owner_id) == (None, {})
         alive.append(weakref.ref(optimizer))
         del optimizer
         gc.collect()

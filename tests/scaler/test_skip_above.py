@@ -15,7 +15,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from ampkit import GradScaler, NoOpLossScale, TimesMedian
-from ampkit.scaler.skip_above import first_norms, judge_
+from ampkit.scaler.skip_above import compare_, first_norms
 from tests.helpers.scaler_tools import OPTIMIZERS, count_reads, iterate, one_parameter, started, with_grads
 
 BEFORE: dict[str, Callable[[GradScaler, Any], Any]] = {
@@ -108,7 +108,7 @@ def test_the_median_is_that_of_the_last_finite_norms() -> None:
         norm = torch.tensor((math.nan, math.inf)[step % 2] if step % 11 == 5 else value)
         median = statistics.median_low(seen) if seen else 0.0
         limit = 2.0 * median if len(seen) >= 2 and median > 0 else math.inf
-        assert bool(judge_(rule, norms, norm)) is not (math.isfinite(norm) and float(norm) <= limit)
+        assert bool(compare_(rule, norms, norm)) is not (math.isfinite(norm) and float(norm) <= limit)
         seen = [*seen, *([float(norm)] if math.isfinite(norm) else [])][-17:]
         assert norms.tolist() == [math.inf] * (17 - len(seen)) + seen
         norms = first_norms(rule, seen) if step % 13 == 12 else norms
