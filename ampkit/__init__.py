@@ -13,10 +13,12 @@ from ampkit.records.cast_record import CastRecord
 from ampkit.records.recording import record_casts
 from ampkit.region.autocast import autocast, clear_autocast_cache
 from ampkit.region.custom_function import custom_bwd, custom_fwd
-from ampkit.scaler.grad_scaler import GradGuard, GradScaler, LossScaleStuckError
+from ampkit.scaler.grad_guard import GradGuard
+from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.scaler.overflow_report import OverflowReport
+from ampkit.scaler.scaler_base import LossScaleStuckError
 from ampkit.scaler.skip_above import TimesMedian
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampkit.optim import AdamW
-from ampkit.scaler import grad_scaler
+from ampkit.scaler import scaler_base
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.torch_private import ready_record
 from tests.helpers.scaler_tools import BOTH, alike, one_parameter, started
@@ -138,7 +138,7 @@ def test_no_other_optimizers_record_is_read(use, monkeypatch) -> None:
             Record.reads += 1
             return super().__getitem__(name)
 
-    monkeypatch.setattr(grad_scaler, "ready_record", lambda: Record(ready_record()))
+    monkeypatch.setattr(scaler_base, "ready_record", lambda: Record(ready_record()))
     scaler, counts = started(GradScaler), []
     for _ in range(20):
         _, optimizer = one_parameter(grad=1.0)
