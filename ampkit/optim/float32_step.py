@@ -7,14 +7,14 @@ are copied together, large ones in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 import ampkit_kernels as kernels
-from ampkit.torch_private import foreach_add_, foreach_copy_, foreach_mul, unflattened
+from ampkit.torch_private import foreach_add_, foreach_copy_, unflattened
 
 PIECE = 1 << 17  # elements that up to seven threads copy at a time: a power of 2, for the numbers of elements
 GRADS = 1  # index of this list
@@ -63,30 +63,32 @@ def _step_alike(lists: Lists, joins: bool, streams: list[Tensor] | None, factor:
     n_lists = len(lists) - joins
     most = PIECE << max(0, torch.get_num_threads().bit_length() - 3)
     space = min(most, sum(map(Tensor.numel, lists[0])))
-    copies = torch.empty((n_lists, space), dtype=torch.float32, device="cpu")
+    memory = torch.empty((n_lists, space), dtype=torch.float32, device="cpu")
     lower = torch.empty(space, dtype=torch.int16, device="cpu")
-    copied = [i for i in range(n_lists) if i != GRADS and not _is_float32(lists[i])]
-    rounded = [i for i in copied if lists[i][0].dtype is torch.bfloat16 and not (joins and i == 0)]
+    stored = [i for i in range(n_lists) if i != GRADS and not _is_float32(lists[i])]
+    copied = stored if factor == 1.0 and _is_float32(lists[GRADS]) else [*stored, GRADS]
+    rounded = [i for i in stored if lists[i][0].dtype is torch.bfloat16 and not (joins and i == 0)]
     random = kernels.rounding.RandomBits(streams, space) if streams is not None and rounded else None
-    # random bits of several tensors take longer than of one
-    for rows, parts, first in _parts(lists, most, most if random is None else most // 8):
-        stepped, n = parts[:n_lists], sum(map(Tensor.numel, parts[0]))
-        stepped[GRADS] = list(map(Tensor.float, parts[GRADS]))
-        if not all(map(Tensor.is_contiguous, stepped[GRADS])):
-            stepped[GRADS] = list(map(Tensor.contiguous, stepped[GRADS]))
-        if factor != 1.0:
-            stepped[GRADS] = foreach_mul(stepped[GRADS], factor)
+    flat: Sequence[Tensor] = ()
+    for rows, parts, n, first in _parts(lists, most):
+        if not flat or len(flat[0]) != n:
+            flat = memory[:, :n].unbind()
+        is_piece = len(rows) == 1 and parts[0][0].dim() == 1
+        stepped = parts[:n_lists]
         for i in copied:
-            stepped[i] = unflattened(copies[i, :n], parts[i])
-            foreach_copy_(stepped[i], parts[i])
+            stepped[i] = [flat[i]] if is_piece else unflattened(flat[i], parts[i])
+        if copied:
+            foreach_copy_([t for i in copied for t in stepped[i]], [t for i in copied for t in parts[i]])
+        if factor != 1.0:
+            flat[GRADS].mul_(factor)
         if joins:
-            alone = len(rows) == 1 and parts[-1][0].is_contiguous()
-            low = parts[-1][0].view(-1) if alone else lower[:n]
+            alone = is_piece and parts[-1][0].is_contiguous()
+            low = parts[-1][0] if alone else lower[:n]
             own = parts[-1] if alone else unflattened(low, parts[-1])
             foreach_copy_(own, parts[-1])
-            kernels.rounding.join_(copies[0, :n], low)
+            kernels.rounding.join_(flat[0], low)
             fused(rows, stepped)
-            kernels.rounding.split_(copies[0, :n], low)
+            kernels.rounding.split_(flat[0], low)
             foreach_copy_(parts[-1], own)
         else:
             fused(rows, stepped)
@@ -94,44 +96,46 @@ def _step_alike(lists: Lists, joins: bool, streams: list[Tensor] | None, factor:
             drawn = [i for i in range(n_lists) if i != GRADS and i <= rounded[-1]]
             for i, bits in zip(drawn, random.draw(rows, parts[0], first), strict=False):
                 if i in rounded:
-                    kernels.rounding.round_(copies[i, :n], bits)
-        for i in copied:
-            foreach_copy_(parts[i], stepped[i])
+                    kernels.rounding.round_(flat[i], bits)
+        if stored:
+            foreach_copy_([t for i in stored for t in parts[i]], [t for i in stored for t in stepped[i]])
 
 
 def _is_float32(tensors: list[Tensor]) -> bool:
     return set(map(_dtype_of, tensors)) == {torch.float32} and all(map(Tensor.is_contiguous, tensors))
 
 
-def _parts(lists: Lists, most: int, most_together: int) -> Iterator[tuple[list[int], Lists, int]]:
-    """Cut lists into parts: tensors of several parameters, or of one in the order of its memory, or pieces of these.
+def _parts(lists: Lists, most: int) -> Iterator[tuple[list[int], Lists, int, int]]:
+    """Cut lists into parts: tensors of several parameters, or pieces of one in the order of its memory.
 
     Yields:
-        The indices of parameters, their tensors in each list, and the number of the first element in memory.
+        The indices of parameters, their tensors in each list, the number of their elements, and the number of the
+        first element in memory.
     """
     rows: list[int] = []
     n = 0
     for i, size in enumerate(map(Tensor.numel, lists[0])):
-        if size > most_together:
-            yield from _pieces(i, [tensors[i] for tensors in lists], most)
+        if size > most:
+            for part, length, first in _pieces([tensors[i] for tensors in lists], most):
+                yield [i], part, length, first
         elif size:
             if n + size > most:
-                yield rows, [[tensors[j] for j in rows] for tensors in lists], 0
+                yield rows, [[tensors[j] for j in rows] for tensors in lists], n, 0
                 rows, n = [], 0
             rows.append(i)
             n += size
     if rows:
-        yield rows, [[tensors[j] for j in rows] for tensors in lists], 0
+        yield rows, [[tensors[j] for j in rows] for tensors in lists], n, 0
 
 
-def _pieces(row: int, tensors: list[Tensor], most: int) -> Iterator[tuple[list[int], Lists, int]]:
+def _pieces(tensors: list[Tensor], most: int) -> Iterator[tuple[Lists, int, int]]:
     """`_parts` of one parameter."""
     param = tensors[0]
     strides = param.stride() if param.is_contiguous() else kernels.rounding.dense_strides(param)
     dense = [t if t.stride() == strides else _copied(t, strides) for t in tensors]
-    flat = [t.as_strided((param.numel(),), (1,)) for t in dense]
-    for first in range(0, param.numel(), most):
-        yield [row], [[t[first : first + most]] for t in flat], first
+    flat = [t.as_strided((param.numel(),), (1,)).split(most) for t in dense]
+    for number, piece in enumerate(zip(*flat, strict=True)):
+        yield [[t] for t in piece], len(piece[0]), number * most
     for i, (t, used) in enumerate(zip(tensors, dense, strict=True)):
         if t is not used and i != GRADS:
             t.copy_(used)

@@ -20,17 +20,21 @@ int16, and since the weights are bfloat16, the dtype shows whether `torch.optim`
 weight's dtype.
 
 Random numbers are a function of a *stream*, one int64 element per parameter, and of the element's number in memory.
-Every step that is not skipped adds an odd constant to the stream. Its mixed halves are keys of a 32-bit mixing function
-(the finalizer of MurmurHash3) that is applied twice to the number: `mix(mix(number ^ key0) ^ key1)` gives 16 bits for
-the weight and 16 for its first moment; with another last key it gives the bits for the second moment and its maximum.
-Elements at a distance of 2**32 in one tensor share their bits. Nothing else is an input: a rerun, a resumed run, a
-replayed CUDA graph and every replica of a weight round alike. During a step, an optimizer adds the number of a
+Every step that is not skipped adds an odd constant to the stream. The number's lower 17 bits are mixed by the finalizer
+of MurmurHash3, a 32-bit function. The other bits and the two halves of the stream give a key. The mixed number XOR the
+key goes through most of a second mix. The upper halves of this word's products with the powers of a multiplier are the
+16-bit numbers for the weight, its first moment, its second moment and the maximum of that. The multiplier is good by
+the spectral test (Steele and Vigna 2021), so for random words all pairs of these four numbers are nearly equally
+frequent. Elements at a distance of 2**32 in one tensor share their bits. Nothing else is an input: a rerun, a resumed
+run, a replayed CUDA graph and every replica of a weight round alike. During a step, an optimizer adds the number of a
 DTensor's shard to the upper half of the stream.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +44,9 @@ STEP = 0x9E3779B97F4A7C15 - 2**64  # added to a stream by a step: 2**64 over the
 HALF = 0x8000
 REMAINDER = torch.float16  # the dtype of tensors that hold remainders
 _UINT32 = 2**32 - 1
+BLOCK = 1 << 17  # elements of a parameter that share a key
 _FACTORS = 0x85EBCA6B, 0xC2B2AE35
+_MULTIPLIERS = [pow(0xADB4A92D, power, 2**32) for power in range(4)]
 
 
 def stream(seed: int, number: int, device: torch.device) -> Tensor:
@@ -70,38 +76,42 @@ def random_bits(stream: Tensor, like: Tensor, numbers: Tensor | None = None) -> 
         like: a tensor of the parameter's shape, or of a part of it.
         numbers: the elements' numbers in memory, for a part of a parameter. None: `like` is all of it.
     """
-    key0, key1, key2 = _keys(stream)
-    numbers = element_numbers(like, dense_strides(like)) if numbers is None else numbers
-    inner = _mix((numbers & _UINT32) ^ key0)
-    first, second = _mix(inner ^ key1), _mix(inner ^ key2)
-    return [first & 0xFFFF, first >> 16, second & 0xFFFF, second >> 16]
+    numbers = (element_numbers(like, dense_strides(like)) if numbers is None else numbers) & _UINT32
+    word = _middle(_spread(_mix(numbers % BLOCK) ^ _key(stream, numbers // BLOCK)))
+    return [((word * multiplier) & _UINT32) >> 16 for multiplier in _MULTIPLIERS]
 
 
-def _keys(stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = stream & _UINT32, (stream >> 32) & _UINT32
-    key0 = _mix(low ^ _mix(high))
-    key1 = _mix(high ^ key0)
-    return key0, key1, _mix(low ^ key1)
+# These take a Python integer, an array or a tensor, of 64 bits.
+def _key(stream: Any, block: Any) -> Any:
+    return _mix(_mix(_mix(block) ^ (stream & _UINT32)) ^ ((stream >> 32) & _UINT32))
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = ((x ^ (x >> 16)) * _FACTORS[0]) & _UINT32
-    x = ((x ^ (x >> 13)) * _FACTORS[1]) & _UINT32
+def _mix(x: Any) -> Any:
+    return _spread(_middle(_spread(x)))
+
+
+def _spread(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-class RandomBits:
-    """`random_bits` of the elements of CPU tensors in less time: in 32 bits, by NumPy, in memory that is used again.
+def _middle(x: Any) -> Any:
+    x = (x * _FACTORS[0]) & _UINT32
+    return ((x ^ (x >> 13)) * _FACTORS[1]) & _UINT32
 
-    `_mix` is `_spread`, a middle part, `_spread`. After the first mix of a number the second `_spread` and the first
-    one of the next mix cancel out, except for the key.
-    """
+
+@functools.cache
+def _mixed_numbers() -> np.ndarray:
+    return _spread(_mix(np.arange(BLOCK))).astype(np.uint32)
+
+
+class RandomBits:
+    """`random_bits` of the elements of CPU tensors in less time: in 32 bits, by NumPy, in memory that is used again."""
 
     def __init__(self, streams: Sequence[Tensor], n: int) -> None:
         """Prepare for at most `n` elements at a time of parameters with these streams."""
-        self._keys = _spread(torch.stack(_keys(torch.stack(list(streams)))).numpy().astype(np.uint32))
-        self._numbers = _spread(np.arange(n, dtype=np.uint32))
-        self._memory = np.empty((3, n), dtype=np.uint32)
+        values = torch.stack(list(streams))
+        self._streams, self._first_keys = values.tolist(), _spread(_key(values, 0)).tolist()
+        self._memory = np.empty((2, n), dtype=np.uint32)
 
     def draw(self, rows: Sequence[int], tensors: Sequence[Tensor], first: int = 0) -> Iterator[Tensor]:
         """Yield four int32 tensors of numbers for the elements of all tensors, each valid until the next is drawn.
@@ -109,37 +119,29 @@ class RandomBits:
         Args:
             rows: the tensors' places in the list of streams.
             tensors: parameters, or one piece of a parameter in the order of its memory.
-            first: the number of a piece's first element: a multiple of a power of 2 that is at least its length.
+            first: the number of a piece's first element.
         """
-        sizes = [t.numel() for t in tensors]
-        keys, (x, y, shifted) = self._keys[:, rows], self._memory[:, : sum(sizes)]
-        if len(rows) == 1 and tensors[0].is_contiguous():
-            numbers, keys = self._numbers[: sizes[0]], keys[:, 0]
-            keys[0] ^= _spread(np.array(first & _UINT32, dtype=np.uint32))
-        else:
-            ends = np.cumsum(sizes)
-            numbers = np.arange(ends[-1], dtype=np.uint32) - np.repeat((ends - sizes).astype(np.uint32), sizes)
-            for t, end in zip(tensors, ends, strict=True):
-                if not t.is_contiguous():
-                    numbers[end - t.numel() : end] = element_numbers(t, dense_strides(t)).flatten().numpy()
-            numbers, keys = _spread(numbers), [np.repeat(key, sizes) for key in keys]
-        _mix_middle(np.bitwise_xor(numbers, keys[0], out=x), shifted)
-        for key in keys[1:]:
-            _mix_middle(np.bitwise_xor(x, key, out=y), shifted)
-            np.right_shift(y, 16, out=shifted)
-            np.bitwise_and(np.bitwise_xor(y, shifted, out=y), 0xFFFF, out=y)
-            for bits in (y, shifted):
-                yield torch.from_numpy(bits.view(np.int32))
-
-
-def _spread(x: np.ndarray) -> np.ndarray:
-    return x ^ (x >> np.uint32(16))
-
-
-def _mix_middle(x: np.ndarray, shifted: np.ndarray) -> None:
-    np.multiply(x, _FACTORS[0], out=x)
-    np.bitwise_xor(x, np.right_shift(x, 13, out=shifted), out=x)
-    np.multiply(x, _FACTORS[1], out=x)
+        mixed, n = _mixed_numbers(), 0
+        for row, t in zip(rows, tensors, strict=True):
+            end, last = n + t.numel(), first + t.numel()
+            if not t.is_contiguous():
+                numbers = element_numbers(t, dense_strides(t)).flatten().numpy()
+                self._memory[0, n:end] = mixed[numbers % BLOCK] ^ _spread(_key(self._streams[row], numbers // BLOCK))
+                n = end
+            while n < end:
+                number = last - end + n
+                block, low = divmod(number & _UINT32, BLOCK)
+                length = min(end - n, BLOCK - low)
+                key = _spread(_key(self._streams[row], block)) if block else self._first_keys[row]
+                np.bitwise_xor(mixed[low : low + length], key, out=self._memory[0, n : n + length])
+                n += length
+        word, bits = self._memory[:, :n]
+        np.multiply(word, _FACTORS[0], out=word)
+        np.bitwise_xor(word, np.right_shift(word, 13, out=bits), out=word)
+        np.multiply(word, _FACTORS[1], out=word)
+        for multiplier in _MULTIPLIERS:
+            product = word if multiplier == 1 else np.multiply(word, multiplier, out=bits)
+            yield torch.from_numpy(np.right_shift(product, 16, out=bits).view(np.int32))
 
 
 def rounded(x: Tensor, bits: Tensor | int) -> Tensor:

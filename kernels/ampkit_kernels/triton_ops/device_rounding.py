@@ -9,10 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
+def middle(x):
+    """Return the finalizer of MurmurHash3 on uint32 without its first and last step."""
+    x = x * 0x85EBCA6B
+    return (x ^ (x >> 13)) * 0xC2B2AE35
+
+
+@triton.jit
 def mix(x):
     """Return the finalizer of MurmurHash3, on uint32."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    x = middle(x ^ (x >> 16))
     return x ^ (x >> 16)
 
 
@@ -25,21 +31,20 @@ def advance_streams(addresses, n, tensors, mask, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def stream_keys(addresses, n, tensor, base, COLUMN: tl.constexpr):
-    """Return the number of a chunk's first element, and its tensor's three keys in this step."""
+def number_and_key(addresses, n, tensor, base, COLUMN: tl.constexpr):
+    """Return the number of a chunk's first element within its block of 2**17, and the block's key in this step."""
     stream = tl.load(tl.load(addresses + COLUMN * n + tensor).to(tl.pointer_type(tl.int64)))
-    low, high = stream.to(tl.uint32), (stream >> 32).to(tl.uint32)
-    key0 = mix(low ^ mix(high))
-    key1 = mix(high ^ key0)
-    return base.to(tl.uint32), key0, key1, mix(low ^ key1)
+    number = base.to(tl.uint32)
+    key = mix(mix(mix(number >> 17) ^ stream.to(tl.uint32)) ^ (stream >> 32).to(tl.uint32))
+    return number & 0x1FFFF, key
 
 
 @triton.jit
-def random_bits(keys, o, SECOND: tl.constexpr):
-    """Two numbers from 0 to 65,535 for each element at offsets `o` of a chunk: the first two or the second two."""
-    first, key0, key1, key2 = keys
-    word = mix(mix((first + o.to(tl.uint32)) ^ key0) ^ (key2 if SECOND else key1))
-    return (word & 0xFFFF).to(tl.int32), (word >> 16).to(tl.int32)
+def random_word(number_and_key, o):
+    """Return the random uint32 of each element at offsets `o` of a chunk."""
+    number, key = number_and_key
+    word = mix(number + o.to(tl.uint32)) ^ key
+    return middle(word ^ (word >> 16))
 
 
 @triton.jit
@@ -53,10 +58,10 @@ def rounded(x, bits):
 
 
 @triton.jit
-def rounded_for(p, x, bits):
-    """Values to store through a pointer: rounded by `bits` where the pointer's type is bfloat16."""
+def rounded_for(p, x, word, MULTIPLIER: tl.constexpr):
+    """Values to store through a pointer: if its type is bfloat16, rounded by the upper half of `word * MULTIPLIER`."""
     if p.dtype.element_ty == tl.bfloat16:
-        return rounded(x.to(tl.float32), bits)
+        return rounded(x.to(tl.float32), ((word * MULTIPLIER) >> 16).to(tl.int32))
     else:
         return x
 

@@ -48,7 +48,7 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config, resident_programs
 from ..step_cache import Launch, StepCache
-from .device_rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
+from .device_rounding import advance_streams, joined, number_and_key, random_word, rounded_for, split
 from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, jit_kernel, on_device, pick
 from .pointer_table import chunk_extent, list_pointer, load_block, step_table, store_block, table_for
 
@@ -216,7 +216,7 @@ def _sgd(p, g, buffer, c, FORM: tl.constexpr):
 
 
 @triton.jit
-def _step_block(pointers, o, mask, c, keys, FORM: tl.constexpr, MASKED: tl.constexpr):
+def _step_block(pointers, o, mask, c, key, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Step the elements at offsets `o` of a chunk: parameter, up to three tensors of state, remainder."""
     pp, gp, ap, bp, xp, rp = pointers
     # Every load before the first store: the compiler cannot infer that the lists do not overlap, so it would make each
@@ -240,11 +240,10 @@ def _step_block(pointers, o, mask, c, keys, FORM: tl.constexpr, MASKED: tl.const
         p, remainder = split(p)
         store_block(rp, o, remainder, mask, MASKED)
     if FORM.stochastic:
+        word = random_word(key, o)
+        p, a = rounded_for(pp, p, word, 1), rounded_for(ap, a, word, 0xADB4A92D)
         if FORM.n_state > 1:
-            for_b, for_x = random_bits(keys, o, True)
-            b, x = rounded_for(bp, b, for_b), rounded_for(xp, x, for_x)
-        for_p, for_a = random_bits(keys, o, False)
-        p, a = rounded_for(pp, p, for_p), rounded_for(ap, a, for_a)
+            b, x = rounded_for(bp, b, word, 0x291471E9), rounded_for(xp, x, word, 0x449ED6F5)
     store_block(pp, o, p, mask, MASKED)
     if FORM.n_state > 0:
         store_block(ap, o, a, mask, MASKED)
@@ -319,9 +318,9 @@ def step_kernel(
                     tl.load(row + 6),
                     tl.load(row + 7),
                 )
-            keys = ()
+            key = ()
             if FORM.stochastic:
-                keys = stream_keys(addresses, n_tensors, t, base, 2 + FORM.n_state + FORM.remainder + FORM.adamw)
+                key = number_and_key(addresses, n_tensors, t, base, 2 + FORM.n_state + FORM.remainder + FORM.adamw)
             # The next chunk's entry, ahead of the arithmetic: addresses wait for it, and elements for addresses.
             # AdamW over unaligned lists has no registers for it.
             if not FORM.adamw or FORM.aligned:
@@ -329,11 +328,11 @@ def step_kernel(
             n_full = length // BLOCK
             i = 0
             while i < n_full:
-                _step_block(pointers, i * BLOCK + lanes, None, c, keys, FORM, False)
+                _step_block(pointers, i * BLOCK + lanes, None, c, key, FORM, False)
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
-                _step_block(pointers, o, o < length, c, keys, FORM, True)
+                _step_block(pointers, o, o < length, c, key, FORM, True)
             b += tl.num_programs(0)
 
 
