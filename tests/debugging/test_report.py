@@ -104,7 +104,9 @@ class Command:
 
 
 @pytest.fixture
-def debug(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def debug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> Command:
     monkeypatch.chdir(tmp_path)
     return Command(tmp_path, capsys)
 
