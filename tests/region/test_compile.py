@@ -41,7 +41,7 @@ def policies(net: nn.Module) -> tuple[Policy, ...]:
     [*((name, "aot_eager") for name in INSIDE), *((name, "eager") for name in ("for_modules", "disabled_regions"))],
 )
 def test_a_region_in_a_compiled_function_is_the_eager_region(name: str, backend: str) -> None:
-    """Dynamo traces a function alike for both backends: with `eager` one that casts, and one whose regions are nested."""
+    """Dynamo traces alike for both backends: with `eager` one function that casts, and one with nested regions."""
     net, x = Net(), torch.randn(5, 8)
     function = INSIDE[name](net)
     wanted = step(function, net, x)
