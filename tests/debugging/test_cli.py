@@ -71,8 +71,8 @@ def test_only_the_script_is_required(tool: list[str], capsys: pytest.CaptureFixt
         (["absent.py"], "absent.py is not a file; expected the training script, then its own arguments\n"),
         (["rehearse", "absent.py"], "absent.py is not a file; expected the training script, then its own arguments\n"),
         (
-            ["train.ipynb"],
-            "train.ipynb is a notebook; expected a script: use ampkit.debugging.Examination() in a cell\n",
+            ["a.ipynb"],
+            "a.ipynb is a notebook; expected a script: use ampkit.debugging.Examination() in a cell\n",
         ),
         (["rehearse", "--steps", "0", "train.py"], "--steps is 0; expected 1 or more\n"),
     ],
