@@ -32,6 +32,10 @@ LINES = r"torch\.autocast\(\"cpu\", enabled=False\)"
 FLOAT = r"\.float\(\)"
 
 
+def by_name(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {function.__name__: function for function in functions}
+
+
 def line_in(function: Callable[..., Any]) -> int:
     """The number of the line of a lambda, or of the one with the comment `# here` in a function or its decorator."""
     line = function.__code__.co_firstlineno

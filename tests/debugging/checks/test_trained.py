@@ -18,7 +18,7 @@ from ampkit import GradScaler, autocast
 from ampkit.debugging import Examination
 from ampkit.debugging.finding import Finding
 from tests.debugging.models import Middle, mlp
-from tests.debugging.planted import lines_of
+from tests.debugging.planted import by_name, lines_of
 
 CHECKS = ("trained", "unchanged", "clipping")
 Program = Callable[[Any], Any]  # of a model with two layers
@@ -418,9 +418,8 @@ def evolution(m: Any) -> None:
 
 # fmt: off
 HEALTHY: dict[str, Program] = {
-    **{each.__name__: each for each in (
-        adversarial, by_hand, clamped, collocation, converged, evolution, generators, inner_loop, lbfgs, masters, once,
-        penalty, shared, skipped_for_one_element, unused_module)},
+    **by_name(adversarial, by_hand, clamped, collocation, converged, evolution, generators, inner_loop, lbfgs, masters),
+    **by_name(once, penalty, shared, skipped_for_one_element, unused_module),
     "accumulated in a run that ends before the first step": lambda m: (
         o := sgd(m), o.zero_grad(), [m(torch.randn(8, 4)).square().mean().backward() for _ in range(16)]),
     "adapted": lambda m: train(m := Middle(adapted, m), sgd(m)),
