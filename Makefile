@@ -31,7 +31,7 @@ demo: $(DEMO_STAMP) ## train on real data: fp32, torch.amp and ampkit side by si
 
 test: $(STAMP) ## run every test; the ten longest are listed at the end
 	@echo "==> tests, on $(WORKERS) workers"
-	@$(BIN)/python -m pytest -n $(WORKERS) --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(ARGS)
 
 # The core, without what compiles, trains for long, starts processes or goes through thousands of cases.
 QUICK := $(addprefix tests/, \

@@ -121,19 +121,16 @@ table(dtype=F16, kind="ampkit", rows=[
 
 # --- constants that are 0 in float16: the report must name the constant and its line, and not blame the arithmetic
 
-
 @planted("aten::div.Tensor", r"1e-12 is 0 in float16", FLOAT, dtype=F16)
 def normalise_with_a_small_eps(x: Tensor) -> Tensor:
     y = x * 0
     length = y.norm(dim=-1, keepdim=True) + 1e-12  # here
     return y / length + x
 
-
 @planted("aten::log", r"1e-08 is 0 in float16", FLOAT, dtype=F16)
 def log_of_a_clamp(x: Tensor) -> Tensor:
     y = (x * 0).clamp(min=1e-8)  # here
     return y.log() * x
-
 
 @planted("aten::div.Tensor", r"1e-08 is 0 in float16", FLOAT, dtype=F16)
 def a_norm_of_ones_own(x: Tensor) -> Tensor:
@@ -142,12 +139,10 @@ def a_norm_of_ones_own(x: Tensor) -> Tensor:
     spread = spread + 1e-8  # here
     return (y - 1) / spread + x
 
-
 @planted("aten::reciprocal", r"1e-09 is 0 in float16", FLOAT, dtype=F16)
 def a_factory_of_eps(x: Tensor) -> Tensor:
     eps = torch.full((16,), 1e-9, dtype=x.dtype)  # here
     return (x * 0 + eps).reciprocal() * x * 1e-9
-
 
 @planted("aten::log", r"1e-10 is 0 in float16|rounded.*to 0|0 in float16", FLOAT, dtype=F16)
 def eps_in_a_tensor(x: Tensor) -> Tensor:
@@ -155,13 +150,11 @@ def eps_in_a_tensor(x: Tensor) -> Tensor:
     eps = eps.to(x.dtype)  # here
     return (x * 0 + eps).log() * x
 
-
 @planted("aten::log", r"the cast to float16|0 in float16", LINES + "|" + FLOAT + "|" + POLICY, dtype=F16, kind="ampkit")
 def probabilities_in_half(x: Tensor) -> Tensor:
     p = torch.softmax(x.float() + torch.arange(16.0) * 2.5, -1)
     p = p.half()  # here
     return p.log() * x
-
 
 @planted("aten::rsqrt", r"0 in float16|underflow", FLOAT, dtype=F16)
 def square_that_underflows(x: Tensor) -> Tensor:
@@ -169,12 +162,10 @@ def square_that_underflows(x: Tensor) -> Tensor:
     y = y * y  # here
     return torch.rsqrt(y) * x * 1e-5
 
-
 @planted("aten::div.Tensor", r"0 in float16|underflow", FLOAT, dtype=F16)
 def exponential_that_underflows(x: Tensor) -> Tensor:
     weight = torch.exp(x * 0 - 20)  # here
     return weight / weight.sum(-1, keepdim=True) * x
-
 
 for name, foreach, op in (
     ("adam_in_half", False, "aten::addcdiv_"),
@@ -189,7 +180,6 @@ for name, foreach, op in (
         model(torch.zeros(2, 4, dtype=F16)).float().sum().backward()
         optimizer.step()  # here
 
-
 @whole("nonfinite", r"-1e\+10|is -inf in float16|cast to float16", r"finfo|" + FLOAT, "aten::_to_copy",
        model=lambda: nn.Linear(8, 8).half())
 def mask_of_large_numbers(model: nn.Module) -> None:
@@ -198,19 +188,16 @@ def mask_of_large_numbers(model: nn.Module) -> None:
     scores = model(torch.randn(8, 8).half()) + mask.to(F16)  # here
     (scores.softmax(-1) @ scores.detach().nan_to_num(0, 0, 0)).float().mean().backward()
 
-
 @planted("aten::rsqrt", r"1e-10 is 0 in float16", FLOAT, dtype=F16)
 def root_mean_square_norm(x: Tensor) -> Tensor:
     y = x * 0
     square = y.pow(2).mean(-1, keepdim=True) + 1e-10  # here
     return y * torch.rsqrt(square) + x
 
-
 @planted("aten::log", r"0 in float16.*underflows", FLOAT, dtype=F16)
 def log_of_a_softmax(x: Tensor) -> Tensor:
     p = torch.softmax(x + torch.arange(16.0).half() * 3, -1)  # here
     return p.log() * 1e-3
-
 
 @planted("aten::log", r"0 in float16.*rounded", FLOAT, dtype=F16)
 def entropy_by_hand(x: Tensor) -> Tensor:
@@ -219,7 +206,6 @@ def entropy_by_hand(x: Tensor) -> Tensor:
 
 
 # --- integers among the causes
-
 
 @planted(
     "aten::nll_loss_forward",
@@ -234,14 +220,12 @@ def every_target_ignored(x: Tensor) -> Tensor:
 
 # --- overflows, in the dialect of the user's region
 
-
 @planted("aten::mm", r"overflow", LINES, dtype=F16, kind="torch", name="attention_under_torch_autocast")
 @planted("aten::mm", r"overflow", POLICY, dtype=F16, kind="ampkit", name="attention_under_ampkit")
 @planted("aten::mm", r"overflow", FLOAT, dtype=F16, name="attention_in_a_half_model")
 def attention(x: Tensor) -> Tensor:
     q = x * 0 + 300
     return (q @ q.t()).softmax(-1).to(x.dtype) @ x  # here
-
 
 @whole("nonfinite", r"overflow", r"loss / 32\b", "aten::mm", model=lambda: nn.Linear(16, 1).half())
 def loss_that_is_too_large(model: nn.Module) -> None:
@@ -252,20 +236,17 @@ def loss_that_is_too_large(model: nn.Module) -> None:
 
 # --- the same in operators of all kinds: numbers, integers, literals, masks, poles, writes in place
 
-
 @planted("aten::_softmax", "rows are -inf throughout", "unmasked")
 def attention_without_keys(x: Tensor) -> Tensor:
     scores = x @ x.t()
     scores = scores.masked_fill(torch.ones(8, 8).tril(-1).bool() | (torch.arange(8) == 7), -math.inf)
     return scores.softmax(-1) @ x  # here
 
-
 @planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "written explicitly", r"do not write|finfo")
 def an_infinity_assigned(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[0, 0] = math.inf  # here
     return x + y
-
 
 @planted("aten::masked_fill_.Scalar" if NEWEST else "aten::index_put_", "written explicitly", r"do not write")
 def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
@@ -276,7 +257,6 @@ def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
 
 # --- code that backward calls, modules that run twice, optimizers
 
-
 class Exponential(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -286,17 +266,14 @@ class Exponential(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return (grad * 0 + 100).exp()  # here
 
-
 @planted("aten::exp in backward of aten::mul.Tensor", "overflow", r"clamp", source=Exponential.backward)
 def a_function_with_a_backward_of_its_own(x: Tensor) -> Tensor:
     return Exponential.apply(x)  # type: ignore[no-any-return]
-
 
 @planted("aten::div.Tensor in backward", "division by 0", r"clamp|eps", module="1")
 def a_hook(x: Tensor) -> Tensor:
     x.register_hook(lambda grad: grad / grad.sum(-1, keepdim=True).mul(0))  # here
     return x * 1
-
 
 @planted("in backward of aten::sqrt", "at 0", r"where")
 def a_gradient_inside_forward(x: Tensor) -> Tensor:
@@ -305,15 +282,12 @@ def a_gradient_inside_forward(x: Tensor) -> Tensor:
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return grad
 
-
 def grow(x: Tensor) -> Tensor:
     return x * 300  # here
-
 
 def grown_twice() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), Middle(grow)).half()
     return model.append(model[1])
-
 
 @whole("nonfinite", "overflow", FLOAT, "aten::mul.Tensor", "1 (call 2)", model=grown_twice, source=grow)
 def the_second_call_of_a_module(model: nn.Module) -> None:
@@ -322,10 +296,8 @@ def the_second_call_of_a_module(model: nn.Module) -> None:
 
 # --- a bad sample, a bad micro-batch: which
 
-
 def logarithm(x: Tensor) -> Tensor:
     return x.log()  # here
-
 
 @whole("nonfinite", r"micro-batch 3", r"clamp", "aten::log", "1", source=logarithm, state=SGD,
        model=lambda: filled(nn.Sequential(nn.Linear(4, 1, bias=False), Middle(logarithm)), 1.0))
@@ -341,18 +313,15 @@ def third_micro_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 # --- state
 
-
 @whole("nonfinite", r"overflow|running_var", r"float32|\.float\(\)|BatchNorm", "aten::(native_)?batch_norm.*", "1",
        model=lambda: filled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).half(), 400.0))
 def running_variance_in_half(model: nn.Module) -> None:
     model(torch.tensor([[1.0], [-1.0]]).expand(2, 4).half()).float().mean().backward()  # here
 
-
 def with_a_buffer() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_buffer("seen", torch.zeros((), dtype=F16))
     return model
-
 
 @whole("nonfinite", r"overflow", FLOAT, "aten::_to_copy", model=with_a_buffer)
 def a_moving_average_in_half(model: Any) -> None:
@@ -361,7 +330,6 @@ def a_moving_average_in_half(model: Any) -> None:
 
 
 # --- rounding outside of matrix products, forward and backward
-
 
 table(dtype=B16, tool="precision", rows=[
     ("positions_in_bfloat16", lambda x: x * (torch.arange(4096, dtype=x.dtype)[-16:] - 4088),
@@ -374,12 +342,10 @@ table(dtype=F16, tool="precision", rows=[
      "aten::linspace", r"linspace", FLOAT + "|float32"),
 ])
 
-
 @planted("aten::_to_copy", r"cast", FLOAT + "|float32", dtype=B16, tool="precision", kind="ampkit")
 def a_cast_of_large_numbers(x: Tensor) -> Tensor:
     year = torch.tensor([2001.0, 2003.0]).repeat(8).bfloat16()  # here
     return x * (year - 2000)
-
 
 @whole("precision", r"seen.*(not|lost|nothing)|update.*(nothing|lost|rounds)|moving|add_|lerp", r"float32|float\(\)",
        "aten::(add_|lerp_).*", model=lambda: nn.Linear(8, 8).bfloat16(),
@@ -390,7 +356,6 @@ def moving_average_of_weights(model: nn.Module, average: list[Tensor]) -> None:
         for mean, p in zip(average, model.parameters(), strict=True):
             mean.lerp_(p, 1e-3)  # here
 
-
 @whole("precision", r"update.*(nothing|lost|rounds)|add_", r"float32|float\(\)|master", "aten::(add_|sub_).*",
        model=lambda: nn.Linear(8, 8).bfloat16())
 def update_by_hand(model: Any) -> None:
@@ -398,7 +363,6 @@ def update_by_hand(model: Any) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(p.grad, alpha=-1e-4)  # here
-
 
 @whole("precision", r"gradients? .*(0|zero|gone|lost|underflow)", r"GradScaler",
        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), state=SGD)
@@ -412,12 +376,10 @@ def gradients_that_vanish(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 # --- the loop: what each step of it does, in this order; the line is that of one of them
 
-
 def inside(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
     with autocast("cpu", dtype=F16):
         loss = model(x).float().square().mean()
         scaler.scale(loss).backward()  # here
-
 
 DOES: dict[str, Callable[..., Any]] = {
     "zero_grad": lambda model, x, optimizer, scaler: optimizer.zero_grad(),
@@ -434,12 +396,10 @@ DOES: dict[str, Callable[..., Any]] = {
     "optimizer.step": lambda model, x, optimizer, scaler: optimizer.step(),
 }
 
-
 def six_times(does: list[Callable[..., Any]], *parts: Any) -> None:
     for _ in range(6):
         for one in does:
             one(parts[0], torch.randn(4, 8), *parts[1:])
-
 
 for name, does, at, cause, change in (
     ("clipped_while_scaled", "zero_grad backward clip step update", "clip", r"clip.*scaled", r"unscale_\(optimizer\)"),
@@ -469,7 +429,6 @@ for name, does, at, cause, change in (
     whole("loop", cause, change, name=name, source=DOES[at], state=SGD, scale=256.0, model=lambda: mlp(8, 8, 1))(
         functools.partial(six_times, [DOES[one] for one in does.split()])
     )
-
 
 @whole("loop", r"scheduler", r"get_scale|skipped|stepped", state=SGD, scale=2.0**40, model=lambda: mlp(8, 8, 1))
 def scheduler_on_skipped_steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:

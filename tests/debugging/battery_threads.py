@@ -82,26 +82,22 @@ table(rows=[
 
 # --- overflows
 
-
 @planted("aten::add.Tensor", r"overflow", FLOAT, dtype=F16)
 def residual_of_long_t5(x: Tensor) -> Tensor:     # huggingface/transformers#19229
     hidden = x * 0 + 4e4
     forwarded = hidden * 0.9
     return (hidden + forwarded) * 1e-4 + x      # here
 
-
 @planted("aten::pow.Tensor_Scalar", r"overflow", FLOAT, dtype=F16)
 def gelu_by_tanh(x: Tensor) -> Tensor:     # huggingface/transformers#9295: tanh takes the inf, its gradient does not
     y = x + 300
     return 0.5 * y * (1 + torch.tanh(0.79788 * (y + 0.044715 * torch.pow(y, 3))))       # here
-
 
 @planted("aten::sum", r"overflow", FLOAT, dtype=F16)
 def dice_score(x: Tensor) -> Tensor:     # qubvel-org/segmentation_models.pytorch#463
     p, target = x * 0 + 600, torch.ones_like(x)
     intersection = (p * target).sum()       # here
     return x + 2 * intersection / (p.sum() + target.sum())
-
 
 @planted("aten::mm", r"overflow", LINES, dtype=F16, kind="torch")
 def linear_attention(x: Tensor) -> Tensor:     # idiap/fast-transformers#32
@@ -110,20 +106,17 @@ def linear_attention(x: Tensor) -> Tensor:     # idiap/fast-transformers#32
     context = q.t() @ (x * 0 + 1)
     return (q @ context) * normalizer       # here
 
-
 @planted("aten::mul.Tensor", r"overflow", FLOAT, dtype=F16)
 def overlap_of_boxes(x: Tensor) -> Tensor:     # facebookresearch/fvcore#114
     width, height = x * 0 + 800, x * 0 + 1333
     area = width * height       # here
     return x + area / (area + area - area / 2)
 
-
 @planted("aten::exp", r"overflow", r"clamp")
 def ratio_of_policies(x: Tensor) -> Tensor:     # radixark/miles#1363
     old, advantage = x.detach() - 120, torch.zeros(8, 16)
     ratio = (x - old).exp()     # here
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
 
 @planted("aten::exp", r"overflow", FLOAT + r"|clamp", dtype=F16)
 def divergence_in_half(x: Tensor) -> Tensor:     # NVIDIA-NeMo/RL#876: the clamp is too wide for float16
@@ -133,19 +126,16 @@ def divergence_in_half(x: Tensor) -> Tensor:     # NVIDIA-NeMo/RL#876: the clamp
 
 # --- constants that are 0 or 1 in float16
 
-
 @planted("aten::div.Tensor", r"1e-20 is 0 in float16", FLOAT, dtype=F16)
 def scores_of_experts(x: Tensor) -> Tensor:     # NVIDIA/Megatron-LM#2741
     scores = torch.sigmoid(x - 200)
     total = scores.sum(-1, keepdim=True) + 1e-20        # here
     return scores / total + x
 
-
 @planted("aten::div.Tensor", r"0 in float16|underflow", FLOAT, dtype=F16)
 def attention_by_sigmoid(x: Tensor) -> Tensor:     # qitianwu/DIFFormer#3
     weight = torch.sigmoid(x - 20)      # here
     return weight / weight.sum(-1, keepdim=True) * torch.arange(16).to(x.dtype)
-
 
 # pytorch/pytorch#41663: torch.rand in float16 gives both ends now and then; -inf, of the first, the softmax takes
 @planted("aten::log", r"row 7 of 8(.|\n)*1e-20 is 0 in float16", FLOAT, dtype=F16)
@@ -154,13 +144,11 @@ def gumbel_noise(x: Tensor) -> Tensor:
     noise = -torch.log(-torch.log(u + 1e-20) + 1e-20)       # here
     return (x + noise).softmax(-1) * torch.arange(16).to(x.dtype)
 
-
 @planted("aten::atanh", r"0\.999999|is 1 in float16|rounded", FLOAT, dtype=F16)
 def unsquashed_action(x: Tensor) -> Tensor:     # ray-project/ray#14878
     action = torch.tanh(x + 9)
     action = action.clamp(-1 + 1e-6, 1 - 1e-6)      # here
     return torch.atanh(action) + x
-
 
 @planted("in backward of aten::sqrt", r"1e-12 is 0 in float16", r"that the dtype can represent|\.float\(\)", dtype=F16)
 def penalty_of_a_critic(x: Tensor) -> Tensor:     # NVIDIA/apex#654
@@ -171,31 +159,26 @@ def penalty_of_a_critic(x: Tensor) -> Tensor:     # NVIDIA/apex#654
 
 # --- undefined in any precision
 
-
 @planted("aten::log1p", r"at -1|of 0|-1|is 0", r"where|clamp")
 def logarithm_of_chosen_values(x: Tensor) -> Tensor:     # pytorch/pytorch#152088
     y = x * (x > 0) - (x <= 0).float()
     return torch.log1p(y)[y > -1]       # here
-
 
 @planted("in backward of aten::_linalg_svd", r"equal|repeated|0 / 0|by 0|is 0", r"svdvals|distinct|noise|perturb|eigh")
 def directions_of_equal_strength(x: Tensor) -> Tensor:     # pytorch/pytorch#49886
     u, _, vh = torch.linalg.svd(x[:, :8] * 0 + torch.eye(8))        # here
     return u @ vh + x[:, 8:]
 
-
 @planted("in backward of aten::sqrt", r"at 0", r"where|eps|clamp")
 def deviation_over_equal_samples(x: Tensor) -> Tensor:     # pytorch/pytorch#4320
     y = x[:1].expand(8, 16)
     return y + (y - y.mean(0)).square().mean(0).sqrt()      # here
-
 
 @planted("aten::div.Tensor", r"(0 / 0|by 0|is 0)(.|\n)*row 7|row 7(.|\n)*(0 / 0|by 0|is 0)", r"clamp|eps|where")
 def weight_of_a_timestep(x: Tensor) -> Tensor:     # TiankaiHang/Min-SNR-Diffusion-Training#2
     alphas = torch.linspace(0.99, 0.0, 8)[:, None]
     snr = alphas / (1 - alphas)
     return x * (snr.clamp(max=5.0) / snr)       # here
-
 
 @planted("aten::log", r"of 0|log.*0|is 0", r"clamp|eps|logsumexp|log_softmax")
 def contrast_without_others(x: Tensor) -> Tensor:     # emadeldeen24/TS-TCC#25
@@ -204,14 +187,12 @@ def contrast_without_others(x: Tensor) -> Tensor:     # emadeldeen24/TS-TCC#25
     others = torch.exp(logits) * (1 - torch.eye(8))
     return logits - torch.log(others.sum(1, keepdim=True))      # here
 
-
 @planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|masked_fill|finfo|nan_to_num|isfinite")
 def divergence_of_filtered_policies(x: Tensor) -> Tensor:     # NVIDIA-NeMo/RL#4154
     dropped = torch.arange(16) > 3
     policy = x.masked_fill(dropped, -INF).log_softmax(-1)
     reference = x.detach().masked_fill(dropped, -INF).log_softmax(-1)
     return policy.exp() * (policy - reference)      # here
-
 
 @planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|finfo|clamp|finite|nan_to_num")
 def softmax_over_a_masked_block(x: Tensor) -> Tensor:     # NVIDIA/TensorRT-LLM#19220
@@ -222,7 +203,6 @@ def softmax_over_a_masked_block(x: Tensor) -> Tensor:     # NVIDIA/TensorRT-LLM#
         total = total * (best - new).exp() + (block - new).exp().sum(-1, keepdim=True)      # here
         best = new
     return total.log() + best
-
 
 class Attends(nn.Module):
     """Attention, where the second sequence is padding throughout."""
@@ -236,18 +216,15 @@ class Attends(nn.Module):
         out, _ = self.attention(x, x, x, key_padding_mask=padding)      # here
         return out[:1]
 
-
 @whole("nonfinite", r"mask", r"nan_to_num|where|mask", "aten::_softmax", "attention",
        model=Attends, source=Attends.forward)
 def padding_throughout(model: nn.Module) -> None:     # pytorch/pytorch#41508
     model(torch.ones(2, 4, 8)).sum().backward()
 
-
 def normalised_zeros() -> nn.Module:
     layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
     nn.init.zeros_(layer.parametrizations.weight.original1)
     return nn.Sequential(layer, nn.Linear(8, 1))
-
 
 @whole("nonfinite", r"0 / 0|is 0|by 0|of 0", r"eps|init|not 0", "aten::_weight_norm_interface",
        "0.parametrizations.weight.0", model=normalised_zeros)
@@ -259,7 +236,6 @@ def weight_norm_of_zeros(model: nn.Module) -> Tensor:     # pytorch/pytorch#1912
 
 # --- rounding
 
-
 # pytorch/pytorch#133085: 1 / sqrt(inf) is 0, and so is every gradient
 @planted("aten::pow.Tensor_Scalar", r"overflow", WIDER, dtype=F16, tool="precision")
 def norm_that_overflows_in_silence(x: Tensor) -> Tensor:
@@ -267,13 +243,11 @@ def norm_that_overflows_in_silence(x: Tensor) -> Tensor:
     variance = y.pow(2).mean(-1, keepdim=True)      # here
     return y * torch.rsqrt(variance + 1e-6)
 
-
 @planted("aten::(_to_copy|mul.Tensor)", r"cast|made|rounded", WIDER, dtype=B16, tool="precision")
 def rotary_positions(x: Tensor) -> Tensor:     # EleutherAI/gpt-neox#1003
     frequency = 0.1 ** (torch.arange(8) / 8)
     angle = torch.arange(1000, 1008).type_as(x)[:, None] * frequency.type_as(x)     # here
     return torch.cat([x[:, :8] * angle.cos(), x[:, 8:] * angle.sin()], -1)
-
 
 @planted("aten::_to_copy", r"cast|made|rounded", WIDER, dtype=B16, tool="precision")
 def embedding_of_a_timestep(x: Tensor) -> Tensor:     # modelscope/DiffSynth-Studio#562
@@ -282,19 +256,16 @@ def embedding_of_a_timestep(x: Tensor) -> Tensor:     # modelscope/DiffSynth-Stu
     angle = timestep.float()[:, None] * 0.5 ** torch.arange(16)
     return x * angle.sin().to(x.dtype)
 
-
 @planted("aten::(elu|add.Tensor)", r"aten::elu.* in 16 bits", WIDER + "|exp", dtype=B16, tool="precision")
 def feature_map_of_attention(x: Tensor) -> Tensor:     # fla-org/flash-linear-attention#1261
     q = F.elu(x - 6) + 1        # here
     return q / q.sum(-1, keepdim=True) * torch.arange(16)
-
 
 @planted("aten::arange.*", r"arange|made|rounded", WIDER + "|int", dtype=B16, tool="precision")
 def index_of_neighbours(x: Tensor) -> Tensor:     # RosettaCommons/foundry#236
     index = torch.arange(600, dtype=x.dtype)[-16:]      # here
     table = torch.arange(601).mul(0.7).sin().to(x.dtype)
     return x * table[index.long()]
-
 
 # d8ahazard/sd_dreambooth_extension#1415
 @whole("precision", r"update.*(nothing|lost|rounds)|copy_", WIDER, "aten::(copy_|add.*|mul.*)",
@@ -305,7 +276,6 @@ def average_of_a_bfloat16_model(model: nn.Module, average: list[Tensor]) -> None
         for mean, p in zip(average, model.parameters(), strict=True):
             mean.copy_(0.9999 * mean + 0.0001 * (p + 0.5))      # here
 
-
 @whole("precision", r"update.*(nothing|lost|rounds)|mul_", WIDER + "|master", "aten::mul_.*", model=in_16_bits)
 def decay_in_bfloat16(model: Any) -> None:     # Nerogar/OneTrainer#996
     model.zero_grad()
@@ -315,14 +285,12 @@ def decay_in_bfloat16(model: Any) -> None:     # Nerogar/OneTrainer#996
             p.mul_(1 - 1e-4)        # here
             p.add_(p.grad, alpha=-0.1)
 
-
 @whole("precision", r"updates.* are rounded away", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
        state=functools.partial(torch.optim.AdamW, lr=6e-7))
 def optimizer_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:     # meta-pytorch/torchtune#2254
     optimizer.zero_grad()
     model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
     optimizer.step()        # here
-
 
 @whole("precision", r"updates.* are rounded away", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
        state=functools.partial(torch.optim.AdamW, lr=1e-7, betas=(0.9, 0.9999)), before=1)
@@ -331,14 +299,12 @@ def moments_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     model(torch.ones(2, 8, dtype=B16)).float().square().sum().backward()
     optimizer.step()        # here
 
-
 @whole("precision", r"add_|accumul", r"(accumul|gradients|keep what).*float32", "aten::add.*",
        model=lambda: nn.Linear(8, 1, bias=False).bfloat16())
 def accumulation_in_bfloat16(model: nn.Module) -> None:     # deepspeedai/DeepSpeed#2768
     model.zero_grad()
     for tokens in [400] + [1] * 40:
         model(torch.ones(tokens, 8, dtype=B16)).float().sum().backward()        # here
-
 
 # facebookresearch/fairscale#263: the norm is inf, and every gradient is clipped to 0
 @whole("precision", r"overflow", WIDER, "aten::pow.Tensor_Scalar", model=lambda: nn.Linear(8, 8).half())
@@ -353,7 +319,6 @@ def clipping_by_hand_in_half(model: nn.Module) -> None:
 
 # --- the loop
 
-
 # Haian-Jin/LVSM#19
 @whole("loop", r"unscale_.*(twice|2 times|without|again)|update.*(missing|not called)", r"update\(\)",
        model=lambda: nn.Linear(8, 1), state=SGD, scale=256.0)
@@ -365,7 +330,6 @@ def skipped_without_an_update(model: nn.Module, optimizer: torch.optim.Optimizer
         if i % 3 != 1:      # the norm is small enough
             scaler.step(optimizer)
             scaler.update()
-
 
 # huggingface/accelerate#439
 @whole("loop", r"update.*(twice|2 times|before)", r"once|after both|last", scale=256.0,
@@ -381,7 +345,6 @@ def updated_after_each_optimizer(model: nn.Module, optimizers: list[torch.optim.
 
 # --- written down like the others, and shown to the tools after these were mended for those above
 
-
 # pytorch/pytorch#88474: the scaler skips the step, and the running statistics are lost
 @whole("nonfinite", r"overflow", LINES, "aten::addmm", "0", state=SGD, scale=4.0,
        model=lambda: filled(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), 100.0))
@@ -393,13 +356,11 @@ def statistics_after_a_skipped_step(model: nn.Module, optimizer: torch.optim.Opt
     scaler.step(optimizer)
     scaler.update()
 
-
 @planted("in backward of aten::logsumexp", r"-inf|inf - inf|masked", r"finfo|clamp|where")
 def sum_over_no_path(x: Tensor) -> Tensor:     # pytorch/pytorch#31829
     paths = x + torch.where(torch.arange(8) == 5, -INF, 0.0)[:, None]
     total = torch.logsumexp(paths, -1)      # here
     return torch.where(total.isinf(), 0.0, total)
-
 
 @planted("aten::div.Tensor", r"(0 / 0|by 0|is 0)(.|\n)*rows 0, 3", r"clamp")
 def contrast_without_positives(x: Tensor) -> Tensor:     # HobbitLong/SupContrast#141
@@ -407,19 +368,16 @@ def contrast_without_positives(x: Tensor) -> Tensor:     # HobbitLong/SupContras
     positive = (labels[:, None] == labels).float() - torch.eye(8)
     return -(positive * (x @ x.t()).log_softmax(-1)).sum(1) / positive.sum(1)       # here
 
-
 @planted("aten::sqrt", r"negative", r"clamp|var\(|std\(")
 def deviation_by_moments(x: Tensor) -> Tensor:     # NVIDIA-NeMo/RL#4161
     reward = x * 0 + 1000.35
     deviation = (reward.square().mean(-1, keepdim=True) - reward.mean(-1, keepdim=True).square() - 1e-3).sqrt()  # here
     return x / (deviation + 1e-4)
 
-
 @planted("aten::log", r"0 in float16|underflow", FLOAT, dtype=F16)
 def divergence_of_normals(x: Tensor) -> Tensor:     # NVIDIA/apex#812
     ratio = ((x * 1e-6 + 1e-4) / 1).pow(2)      # here
     return 0.5 * (ratio - 1 - ratio.log()) + x
-
 
 @planted("aten::(sub.Tensor|kl_div)", r"-inf|inf - inf", r"where|mask|finfo|nan_to_num")
 def divergence_of_suppressed_tokens(x: Tensor) -> Tensor:     # p-e-w/heretic#348
@@ -427,14 +385,12 @@ def divergence_of_suppressed_tokens(x: Tensor) -> Tensor:     # p-e-w/heretic#34
     reference = logits.detach().log_softmax(-1)
     return F.kl_div(logits.log_softmax(-1), reference, log_target=True, reduction="none")       # here
 
-
 # zhuchen03/FreeLB#8: what is divided by inf is 0, and the perturbation with it
 @planted("aten::linalg_vector_norm", r"overflow", WIDER, dtype=F16, tool="precision")
 def perturbation_of_an_embedding(x: Tensor) -> Tensor:
     gradient = x.detach().sign() * 3e4
     norm = torch.norm(gradient, dim=-1, keepdim=True)       # here
     return x * (gradient / norm * 4)
-
 
 @planted("aten::linspace", r"linspace|made|rounded", WIDER, dtype=B16, tool="precision")
 def schedule_in_bfloat16(x: Tensor) -> Tensor:     # Comfy-Org/ComfyUI#16001

@@ -1,5 +1,7 @@
 """Fixtures for tests that run the command `ampkit debug`."""
 
+import contextlib
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(command: list[str], **options: Any) -> Any:
         torch.manual_seed(0)
-        code = cli.main(command[command.index("debug") + 1 :])
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            code = cli.main(command[command.index("debug") + 1 :])
         return SimpleNamespace(stderr=f"exit code {code}")
 
     monkeypatch.setattr(trials.subprocess, "run", run)

@@ -32,6 +32,18 @@ LINES = r"torch\.autocast\(\"cpu\", enabled=False\)"
 FLOAT = r"\.float\(\)"
 
 
+def by_name(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {function.__name__: function for function in functions}
+
+
+def line_in(function: Callable[..., Any]) -> int:
+    """The number of the line of a lambda, or of the one with the comment `# here` in a function or its decorator."""
+    line = function.__code__.co_firstlineno
+    if function.__name__ != "<lambda>":
+        line += next(i for i, text in enumerate(inspect.getsourcelines(function)[0]) if "# here" in text)
+    return line
+
+
 class Fault(NamedTuple):
     """A planted fault, and the answers that a report must give."""
 
@@ -47,10 +59,7 @@ class Fault(NamedTuple):
     @property
     def line(self) -> str:
         """The file and the line with the fault."""
-        place = self.source.__code__.co_firstlineno
-        if self.source.__name__ != "<lambda>":
-            place += next(i for i, text in enumerate(inspect.getsourcelines(self.source)[0]) if "# here" in text)
-        return f"{Path(inspect.getfile(self.source)).name}:{place}"
+        return f"{Path(inspect.getfile(self.source)).name}:{line_in(self.source)}"
 
 
 FAULTS: list[Fault] = []
@@ -196,10 +205,16 @@ def judged(fault: Fault) -> tuple[dict[str, bool], Report]:
     return answers, report
 
 
+@functools.cache
+def lines_of(file: str) -> dict[str, int]:
+    """The numbers of the lines of a file that end with a comment, by the comment."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return {line.rpartition("  # ")[2]: number for number, line in enumerate(lines, 1) if "  # " in line}
+
+
 def line_of(file: str, text: str) -> int:
     """The number of the line of a file that ends with a comment."""
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+    return lines_of(file)[text]
 
 
 def findings(run: Step, model: nn.Module | None = None) -> list[Finding]:

@@ -13,8 +13,6 @@ from ampkit import GradScaler, autocast
 from ampkit.debugging import Examination, examine
 from tests.debugging.planted import loss_of
 
-scalers = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
-
 
 class Training:
     """A loop that accumulates gradients, and prints its loss as loops do."""
@@ -41,10 +39,17 @@ class Training:
             float(loss.detach())
 
 
-@pytest.mark.parametrize("scale", [2.0**4, 2.0**24])
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("micro", [1, 2, 4])
-@scalers
+@pytest.mark.parametrize(
+    ("cls", "micro", "unscale", "scale"),
+    [  # every pair of values
+        (GradScaler, 1, False, 2.0**24),
+        (GradScaler, 2, True, 2.0**4),
+        (GradScaler, 4, True, 2.0**24),
+        (torch.amp.GradScaler, 1, True, 2.0**4),
+        (torch.amp.GradScaler, 2, False, 2.0**24),
+        (torch.amp.GradScaler, 4, False, 2.0**4),
+    ],
+)
 def test_steps_are_counted_and_what_a_scaler_skips_is_no_finding(
     cls: Any, micro: int, unscale: bool, scale: float
 ) -> None:
@@ -71,7 +76,7 @@ def test_examine_leaves_scaler_and_optimizer_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("factors", [(1.0, 3e4), (3e4, 1.0)])
-@scalers
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
 def test_gradients_of_a_skipped_step_that_others_add_to(cls: Any, factors: tuple[float, float]) -> None:
     """A discriminator's step is skipped; the generator's backward adds to its gradients, which nobody takes."""
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)
+    file.with_name("a.ipynb").write_text("{}")
     return file
 
 
@@ -69,6 +70,10 @@ def test_only_the_script_is_required(tool: list[str], capsys: pytest.CaptureFixt
     [
         (["absent.py"], "absent.py is not a file; expected the training script, then its own arguments\n"),
         (["rehearse", "absent.py"], "absent.py is not a file; expected the training script, then its own arguments\n"),
+        (
+            ["a.ipynb"],
+            "a.ipynb is a notebook; expected a script: use ampkit.debugging.Examination() in a cell\n",
+        ),
         (["rehearse", "--steps", "0", "train.py"], "--steps is 0; expected 1 or more\n"),
     ],
 )

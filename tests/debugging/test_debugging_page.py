@@ -15,6 +15,7 @@ SHOWN = re.compile(r"<!-- output of (?P<command>[^\n]+) -->\n```text\n(?P<text>.
 FOUND = [found for page in PAGES for found in SHOWN.finditer(page.read_text(encoding="utf-8"))]
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("found", FOUND, ids=lambda found: found["command"])
 def test_shown_output_is_real(found: re.Match[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers may differ in their last digit between builds of torch, and how many operators run; words may not."""

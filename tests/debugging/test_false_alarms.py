@@ -143,26 +143,3 @@ def test_a_module_as_a_script(
     monkeypatch.chdir(tmp_path)
     assert main(["debug", "-m", "trainings.first", "--lr", "1"]) == 0
     assert capsys.readouterr().out.startswith("helper ['--lr', '1']\nchecked ")
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("import sys; sys.exit('no data')", "the script ended with sys.exit('no data')"),
-        ("import os; os._exit(3)", "the script called os._exit(3)"),
-    ],
-)
-def test_a_script_that_exits_has_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, says: str
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"import torch\ntorch.ones(1).log()\n{body}\n")
-    assert main(["debug", str(script)]) == 3
-    assert f"the run did not reach its end: {says}\nchecked " in capsys.readouterr().out
-
-
-def test_a_notebook_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.ipynb"
-    script.write_text("{}")
-    assert main(["debug", str(script)]) == 2
-    assert "is a notebook; expected a script: use ampkit.debugging.Examination() in a cell" in capsys.readouterr().err

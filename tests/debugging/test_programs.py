@@ -20,7 +20,7 @@ from ampkit import GradGuard, GradScaler
 from ampkit.debugging import Examination
 from ampkit.optim import AdamW
 from tests.debugging.models import Middle, cnn, mlp
-from tests.debugging.planted import B16, F16, F32, Step, region
+from tests.debugging.planted import B16, F16, F32, Step, by_name, region
 from tests.helpers.ranks import on_ranks
 
 Program = Callable[[], tuple[nn.Module, Step]]  # a model, and a step that trains it
@@ -339,10 +339,7 @@ def focal(y: Tensor) -> Tensor:
 
 LABELS = torch.tensor([0, 1, 4, 4])
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    **{
-        function.__name__: function
-        for function in (boxes, collapsed, dice, equal_rewards, focal, noise_of_the_last_step, uncertain)
-    },
+    **by_name(boxes, collapsed, dice, equal_rewards, focal, noise_of_the_last_step, uncertain),
     "adaptive step": lambda y: (y * min(2.0, 0.1 / max(float((y - y).detach().norm()), 1e-8))).float().square().mean(),
     "distillation": lambda y: F.kl_div((y / 2).log_softmax(-1), (torch.randn(4, 6) * 60).softmax(-1), reduction="sum"),
     "ignored words": lambda y: F.cross_entropy(y, torch.tensor([-100, 1, -100, -100])),
@@ -440,18 +437,8 @@ def attention(masked: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{
-        function.__name__: function
-        for function in (
-            beams,
-            forbidden_transitions,
-            in_place_mask,
-            labels_with_gaps,
-            logsumexp_by_hand,
-            online_softmax,
-            slices,
-        )
-    },
+    **by_name(beams, forbidden_transitions, in_place_mask, labels_with_gaps),
+    **by_name(logsumexp_by_hand, online_softmax, slices),
     "masked_fill": attention(lambda s: s.masked_fill(MASK, -INF)),
     "masked_fill by a tensor": attention(lambda s: s.masked_fill(MASK, torch.tensor(-INF, dtype=s.dtype))),
     "masked_fill in place": attention(lambda s: s.clone().masked_fill_(MASK, -INF)),

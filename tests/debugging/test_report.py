@@ -104,7 +104,9 @@ class Command:
 
 
 @pytest.fixture
-def debug(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def debug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> Command:
     monkeypatch.chdir(tmp_path)
     return Command(tmp_path, capsys)
 
@@ -135,6 +137,8 @@ def test_the_command(debug: Command) -> None:
     ("body", "code", "says"),
     [
         ("import sys; sys.exit(4)", 3, "the script ended with exit code 4"),
+        ("import sys; sys.exit('no data')", 3, "the script ended with sys.exit('no data')"),
+        ("import os; os._exit(3)", 3, "the script called os._exit(3)"),
         ("raise KeyError('mine')", 3, "the script failed with KeyError: 'mine'"),
         ("raise KeyboardInterrupt", 130, "the script was interrupted"),
     ],
@@ -143,7 +147,7 @@ def test_a_script_that_does_not_run_to_its_end_is_inconclusive(debug: Command, b
     """In the text, the file and the exit code. It may go to another folder."""
     debug.write(f"import os, torch\nos.chdir('/')\ntorch.ones(1).exp()\n{body}\n")
     assert debug("--json", "r.json", "4", "9") == code
-    assert f"the run did not reach its end: {says}" in debug.out
+    assert f"the run did not reach its end: {says}\nchecked " in debug.out
     assert json.loads((debug.folder / "r.json").read_text())["status"] == "inconclusive"
 
 

@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampkit import GradScaler
 from examples import pretrain
+from tests.helpers.ranks import forking_context
 
 GRACE = 30  # seconds in which ranks have to end when another one was killed
 LIMIT = 120  # seconds for a start
@@ -86,8 +86,7 @@ class Job:
 
 for _name in ("pydoc_data.topics", "torch._dynamo"):  # imported late: here once, before ranks are forked
     importlib.import_module(_name)
-_context = get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+_context = forking_context()
 
 
 def start(job: Job, world: int = 2, kills: tuple[Kill, ...] = (), after: float | None = None) -> Ended:

@@ -1,6 +1,7 @@
 """Processes joined by gloo that live as long as the test process and run one function after the other.
 
-Starting Python and importing torch costs seconds; running a function on ranks that wait costs milliseconds:
+Starting Python and importing torch costs seconds: one process does so and forks the ranks. Running a function on ranks
+that wait costs milliseconds:
 
     def total(rank: int, world: int, value: float) -> float:        # at the top of an importable module
         tensor = torch.tensor(value * rank)
@@ -29,7 +30,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_all_start_methods, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ import torch.distributed as dist
 
 START = 200  # seconds in which a process has to start
 CONNECT = 20  # seconds in which ranks have to find each other
-_pools: dict[int, list[tuple[ProcessPoolExecutor, BaseProcess]]] = {}  # by the number of ranks: one process for each
+_pool: list[tuple[ProcessPoolExecutor, BaseProcess]] = []  # a process for each rank
 
 
 class RankError(AssertionError):
@@ -52,14 +53,13 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, time
 
     The function, the arguments and the results are pickled, so the function stands at the top of a module. Each call
     has a new process group and the seeds of a new test; other state of the process stays, so a function that changes
-    some restores it. The first call for a world size starts its processes, and the first after an error does again.
+    some restores it. The first call for a rank starts its process, and the first after an error does again.
 
     Raises:
         RankError: a rank raised, died, or did not answer within `timeout` seconds; where each hung is on stderr.
     """
-    if world not in _pools:
-        _pools[world] = _start(world)
-    pool, call = _pools.pop(world), pickle.dumps((function, arguments))
+    _start(world - len(_pool))
+    pool, call = [_pool.pop(0) for _ in range(world)], pickle.dumps((function, arguments))
     until, results, errors = time.monotonic() + timeout, [], []
     with tempfile.TemporaryDirectory(prefix="ampkit-ranks-") as folder:
         answers = [
@@ -78,21 +78,25 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, time
         for _, process in pool:
             process.kill()
         raise RankError("\n".join(errors))
-    _pools[world] = pool
+    _pool[:0] = pool
     return results
 
 
-def _start(world: int) -> list[tuple[ProcessPoolExecutor, BaseProcess]]:
-    context = get_context("spawn")
-    executors = [ProcessPoolExecutor(1, context, _prepare, (rank, world)) for rank in range(world)]
+def forking_context() -> Any:
+    """Return the context of processes that are forked from one that has imported torch, if the system has it."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.killed_runs"])  # which imports all that ranks need
+    return context
+
+
+def _start(number: int) -> None:
+    context = forking_context()
+    executors = [ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) for _ in range(number)]
     pids = [executor.submit(os.getpid) for executor in executors]
     processes = {process.pid: process for process in active_children()}
-    return [(executor, processes[pid.result(START)]) for executor, pid in zip(executors, pids, strict=True)]
-
-
-def _prepare(rank: int, world: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    _pool.extend((executor, processes[pid.result(START)]) for executor, pid in zip(executors, pids, strict=True))
 
 
 def _run(rank: int, world: int, meeting: str, timeout: float, path: list[str], call: bytes) -> Any:
@@ -102,6 +106,7 @@ def _run(rank: int, world: int, meeting: str, timeout: float, path: list[str], c
     another one is still making.
     """
     sys.path[:] = path
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     faulthandler.dump_traceback_later(max(timeout - 1, 1))
     random.seed(0)
     np.random.seed(0)

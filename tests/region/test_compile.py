@@ -36,9 +36,12 @@ def policies(net: nn.Module) -> tuple[Policy, ...]:
     return TORCH, Policy.default("cpu"), RULES, module_rules(net), TORCH.for_modules(net, {"last": "float32"})
 
 
-@pytest.mark.parametrize("backend", EXACT)
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "aot_eager") for name in INSIDE), *((name, "eager") for name in ("for_modules", "disabled_regions"))],
+)
 def test_a_region_in_a_compiled_function_is_the_eager_region(name: str, backend: str) -> None:
+    """Dynamo traces alike for both backends: with `eager` one function that casts, and one with nested regions."""
     net, x = Net(), torch.randn(5, 8)
     function = INSIDE[name](net)
     wanted = step(function, net, x)

@@ -33,10 +33,10 @@ class Exported(nn.Module):
         return self.function(self.net, x)
 
 
-# Strict export does not run a `torch.autocast` inside a region while it traces.
+# Strict export traces by Dynamo, as tests of compiled code do for all of them: here one of each kind.
 @pytest.mark.parametrize(
     ("name", "strict"),
-    [(name, strict) for name in INSIDE for strict in (False, True) if not (strict and name == "disabled_regions")],
+    [*((name, False) for name in INSIDE), *((name, True) for name in ("for_modules", "decorated", "made inside"))],
 )
 def test_export_records_the_region(name: str, strict: bool) -> None:
     """The exported program has the region's casts in it and nothing of ampkit, also once decomposed and reloaded."""

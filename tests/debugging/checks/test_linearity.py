@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ampkit.debugging import examine
 from ampkit.debugging.checks.linearity import _norm
 from ampkit.debugging.finding import Finding, Report
 from tests.debugging.models import MODELS, loss_of, make, mlp
+from tests.debugging.planted import line_in
 
 
 class Ready(torch.autograd.Function):
@@ -85,11 +85,6 @@ class Half(torch.autograd.Function):
         return incoming.half().float().expand(8, 4)
 
 
-def line_of(source: Any) -> str:
-    lines, first = inspect.getsourcelines(source)
-    return f"{Path(inspect.getfile(source)).name}:{first + next(i for i, text in enumerate(lines) if '# here' in text)}"
-
-
 def examined(loss: Callable[[Any, Tensor], Tensor], *, scaled: bool = True) -> Report:
     """The report of one step, with a scaler if it is `scaled`."""
     torch.manual_seed(0)
@@ -109,8 +104,8 @@ def found(loss: Callable[[Any, Tensor], Tensor], *, scaled: bool = True) -> list
     return [each for each in examined(loss, scaled=scaled).findings if each.check == "linearity"]
 
 
-def at(finding: Finding) -> str:
-    return f"{Path(finding.place.file).name}:{finding.place.line}"
+def is_at(finding: Finding, function: Callable[..., Any]) -> bool:
+    return (Path(finding.place.file).name, finding.place.line) == (Path(__file__).name, line_in(function))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,7 @@ def test_a_gradient_from_forward(scaled: bool, factor: float, grade: str) -> Non
     assert (finding.grade, finding.kind, finding.place.op) == (grade, "not scaled", "Ready.backward")
     assert "returns all of its gradient" in finding.cause.text
     assert "2.weight and 3 more" in finding.what or " and 3 more" in finding.what
-    assert at(finding) == line_of(Ready.backward)
+    assert is_at(finding, Ready.backward)
 
 
 def test_arguments_without_a_gradient() -> None:
@@ -143,7 +138,7 @@ def test_a_part_that_float32_cannot_see() -> None:
     """Next to a scaled loss an auxiliary loss that is not scaled is a ten-millionth of the gradient."""
     [finding] = found(lambda model, x: Auxiliary.apply(y := model(x), 1e-5 * y.mean()).sum() * 2.0**4)
     assert (finding.kind, finding.grade) == ("not scaled", "error")
-    assert at(finding) == line_of(Auxiliary.backward)
+    assert is_at(finding, Auxiliary.backward)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -230,7 +225,7 @@ def test_a_reentrant_checkpoint_is_seen_through() -> None:
         return Ready.apply(checkpoint(model, x.clone().requires_grad_(), use_reentrant=True))
 
     [finding] = found(loss)
-    assert at(finding) == line_of(Ready.backward)
+    assert is_at(finding, Ready.backward)
 
 
 def test_a_dtensor_without_its_private_attribute_is_an_error() -> None:

@@ -23,6 +23,8 @@ from tests.debugging.models import mlp
 from tests.debugging.planted import B16, findings, line_of, loss_of, only
 from tests.helpers.paths import EXAMPLES
 
+SCALERS = GradScaler, torch.amp.GradScaler
+
 
 def parts(scale: float = 256.0, cls: Any = GradScaler) -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
@@ -30,22 +32,21 @@ def parts(scale: float = 256.0, cls: Any = GradScaler) -> tuple[nn.Sequential, t
     return model, torch.optim.SGD(model.parameters(), lr=0.01), cls("cpu", init_scale=scale)
 
 
-def scheduler_by_epoch(cls: Any) -> None:
+def scheduler_by_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     """The last step of an epoch may be skipped."""
-    model, optimizer, scaler = parts(2.0**40, cls)
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**40})
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for _ in range(3):
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        scheduler.step()
+    for step in range(9):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step % 3 == 2:
+            scheduler.step()
 
 
-def keywords_and_sparse_gradients(cls: Any) -> None:
+def keywords_and_sparse_gradients(_: Any, __: Any, scaler: Any) -> None:
     """Wrapped functions take what they took before."""
-    _, _, scaler = parts(cls=cls)
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
@@ -67,9 +68,8 @@ class Wrapper(torch.optim.Optimizer):
         self.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
 
 
-def wrapped_optimizer(cls: Any) -> None:
+def wrapped_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     """Gradients are cleared by the wrapper, unscaled and stepped by what it wraps."""
-    model, optimizer, scaler = parts(cls=cls)
     wrapper = Wrapper(optimizer)
     for _ in range(3):
         wrapper.zero_grad()
@@ -80,9 +80,8 @@ def wrapped_optimizer(cls: Any) -> None:
         scaler.update()
 
 
-def critic_without_scaling(cls: Any) -> None:
+def critic_without_scaling(actor: nn.Module, actors: torch.optim.Optimizer, scaler: Any) -> None:
     critic, critics, _ = parts()
-    actor, actors, scaler = parts(cls=cls)
     for _ in range(2):
         critics.zero_grad()
         actors.zero_grad()
@@ -93,7 +92,7 @@ def critic_without_scaling(cls: Any) -> None:
         scaler.update()
 
 
-def layers_one_by_one(cls: Any) -> None:
+def layers_one_by_one(*_: Any) -> None:
     """Each with an optimizer and a loss of its own."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
     optimizers = [torch.optim.SGD(layer.parameters()) for layer in layers]
@@ -108,9 +107,8 @@ def layers_one_by_one(cls: Any) -> None:
             optimizer.step()
 
 
-def guarded(way: str) -> None:
+def guarded(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: Any) -> None:
     """In bfloat16, which has no scale: a loss may be passed to the guard or not."""
-    model, optimizer, _ = parts()
     guard = GradGuard("cpu")
     for _ in range(3):
         optimizer.zero_grad()
@@ -125,36 +123,26 @@ def guarded(way: str) -> None:
         guard.update()
 
 
-def example(name: str) -> None:
+def example(name: str, *_: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
 
 
-LOOPS: list[Callable[[], None]] = [
-    *(
-        functools.partial(loop, cls)
-        for cls in (GradScaler, torch.amp.GradScaler)
-        for loop in (
-            scheduler_by_epoch,
-            keywords_and_sparse_gradients,
-            wrapped_optimizer,
-            critic_without_scaling,
-            layers_one_by_one,
-        )
-    ),
-    *(functools.partial(guarded, way) for way in ("in one call", "scale", "no scale")),
-    *(
-        functools.partial(example, name)
-        for name in ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty", "loops_accelerate")
-    ),
+WITH_A_SCALER = (scheduler_by_epoch, keywords_and_sparse_gradients, wrapped_optimizer, critic_without_scaling)
+EXAMPLES_OF_LOOPS = ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty", "loops_accelerate")
+LOOPS: list[tuple[Callable[..., None], Any]] = [
+    *((loop, cls) for cls in SCALERS for loop in WITH_A_SCALER),
+    (layers_one_by_one, GradScaler),
+    *((functools.partial(guarded, way), GradScaler) for way in ("in one call", "scale", "no scale")),
+    *((functools.partial(example, name), GradScaler) for name in EXAMPLES_OF_LOOPS),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_correct_loop(loop: Callable[[], None]) -> None:
+@pytest.mark.parametrize(("loop", "cls"), LOOPS)
+def test_a_correct_loop(loop: Callable[..., None], cls: Any) -> None:
     with Examination(checks=[LoopOrder]) as report:
-        loop()
+        loop(*parts(cls=cls))
     assert report.status == "clean", str(report)
     assert "no findings" in str(report)
     assert report.findings == []
@@ -201,10 +189,8 @@ def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     report = train_without_scaler(model, factor, region=region, shift=1.0)
-    assert [finding.what for finding in report.findings] == [
-        "gradients underflow in float16, and the loss is not scaled"
-    ]
     (finding,) = report.findings
+    assert finding.what == "gradients underflow in float16, and the loss is not scaled"
     assert (finding.step, finding.last) == (1, 3)  # of 0 to 3: the first shows that a gradient is 0, not why
     assert "loss.backward()" in linecache.getline(*finding.place.site)
     assert finding.fix.code.startswith("scaler = GradScaler(); scaler.scale(loss).backward()")
@@ -271,7 +257,7 @@ def test_each_optimizer_and_scaler_counts_for_itself() -> None:
     assert report.steps == 1
 
 
-@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("cls", SCALERS)
 def test_a_step_past_the_scaler(cls: Any) -> None:
     """After `unscale_`, `optimizer.step()` is right until a gradient overflows. A disabled scaler checks nothing."""
     model, optimizer, used = parts(cls=cls)

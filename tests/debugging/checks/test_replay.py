@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from ampkit.debugging import Examination
 from ampkit.debugging.finding import Finding
 from ampkit.debugging.observe.observer import Observer
 from tests.debugging.models import MODELS, Middle, loss_of, make
+from tests.debugging.planted import B16, F16, F32, line_in
 
-F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
 ROUNDED: list[tuple[Callable[[Tensor], Tensor], torch.dtype]] = []
 EXACT: list[tuple[Callable[[Tensor], Tensor], torch.dtype]] = []
 
@@ -151,12 +150,9 @@ def finding_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Find
 @pytest.mark.parametrize(("function", "dtype"), ROUNDED)
 def test_the_operator_that_rounds_is_named(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     finding = finding_of(function, dtype)
-    lines, first = inspect.getsourcelines(function)
-    line = first + next(i for i, text in enumerate(lines) if "# here" in text)
     assert finding.kind == "rounded", finding
-    assert {(Path(maker.file).name, maker.line) for maker in finding.rounding_sources} == {
-        (Path(__file__).name, line)
-    }, finding
+    named = {(Path(maker.file).name, maker.line) for maker in finding.rounding_sources}
+    assert named == {(Path(__file__).name, line_in(function))}, finding
     assert finding.producer is finding.rounding_sources[0]
 
 
@@ -177,8 +173,7 @@ def test_two_makers_are_named_with_the_larger_one_first() -> None:
         return torch.cat([few, many]).float().log()
 
     finding = finding_of(two, F16)
-    first = inspect.getsourcelines(two)[1]
-    assert [maker.line - first for maker in finding.rounding_sources] == [2, 1]
+    assert [maker.line - two.__code__.co_firstlineno for maker in finding.rounding_sources] == [2, 1]
 
 
 def test_inf_of_the_data_is_not_made_by_the_rounding_of_a_weight() -> None:
