@@ -16,16 +16,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ampkit.debugging.changes import RULES
 from ampkit.debugging.examination import Examination
 from ampkit.debugging.finding import Report
 from ampkit.debugging.observe.ranks import rank
-from ampkit.debugging.rehearsal import RULES, RehearsalReport, rehearse_script, run_training
-from ampkit.debugging.trials import applied, run_task, script_attempt
+from ampkit.debugging.rehearsal import rehearse_script
+from ampkit.debugging.trials import NoResultError, run_task, script_attempt
 from ampkit.debugging.verify import verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -41,10 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check(options)
         if options.task:
-            tasks = run_training if is_rehearsal else _run_trial
-            tasks(options.task, lambda tool: _run(options, tool), _stop)
+            run_task(options.task, lambda tool: _run(options, tool), _stop)
             return CLEAN
-        report = _rehearse(options) if is_rehearsal else _examine(options)
+        if is_rehearsal:
+            report: Any = rehearse_script(_command(options), options.against, options.steps)
+        else:
+            report = _examine(options)
         print(report)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
@@ -53,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
+    except NoResultError as error:
+        print(f"ampkit debug: {error}", file=sys.stderr)
+        return INCONCLUSIVE
     except Exception:
         traceback.print_exc()  # not exit code 1, which means that something was found
         return INCONCLUSIVE
@@ -66,7 +71,7 @@ def _parser(is_rehearsal: bool) -> argparse.ArgumentParser:
     add = parser.add_argument
     if is_rehearsal:
         parser.description = "Whether low precision costs a training anything, and which modules to keep out of it."
-        add("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
+        add("--steps", type=_count, default=120, metavar="N", help="iterations of each training, at least 1")
         add("--against", choices=RULES, help="test this recipe; without it the precision that the script has")
     else:
         parser.description = "Find numerical errors in a training script, which stays as it is."
@@ -125,8 +130,7 @@ def _verify(options: Any, examination: Examination, seconds: float) -> None:
     report.comparison = next((f"not compared with float32: {reason}" for reason, holds in reasons.items() if holds), "")
     if report.comparison:
         return
-    command = [*["-m"] * options.is_module, options.script, *options.arguments]
-    attempt = script_attempt(command, run.step, seconds + 30, may_fail=bool(report.incomplete))
+    attempt = script_attempt(_command(options), run.step, seconds + 30, may_fail=bool(report.incomplete))
     base = run.losses
     if report.skips_many and report.skips >= report.steps - 1:  # no step was executed
         base = {site: dict.fromkeys(losses, math.nan) for site, losses in base.items()}
@@ -138,17 +142,9 @@ def _verify(options: Any, examination: Examination, seconds: float) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_trial(
-    task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str], stop: Callable[[], None]
-) -> None:
-    run_task(task, run, stop, applied(task["change"]))
-
-
-def _rehearse(options: Any) -> RehearsalReport:
-    if options.steps < 1:
-        raise ValueError("--steps is 0; expected 1 or more")
-    command = [*["-m"] * options.is_module, options.script, *options.arguments]
-    return rehearse_script(command, options.against, options.steps)
+def _command(options: Any) -> list[str]:
+    """Return the script and its arguments."""
+    return [*["-m"] * options.is_module, options.script, *options.arguments]
 
 
 def _show(text: str) -> None:
