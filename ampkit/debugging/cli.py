@@ -110,8 +110,9 @@ def _examine(options: Any) -> Report:
     examination.on_step, examination.on_operator = step_ended, progress
     _show("the script starts")
     report.incomplete = _run(options, examination)
-    if not report.steps and options.from_step and not report.incomplete:
-        report.incomplete = f"the script ended before step {options.from_step}, and no operator was checked"
+    if not report.steps and not report.incomplete:
+        before = f"before step {options.from_step}" if options.from_step else "without a training step in this process"
+        report.incomplete = f"the script ended {before}, and no operator was checked"
     _verify(options, examination, time.monotonic() - started)
     if is_terminal:
         _show("")
@@ -169,7 +170,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
 
     Returns why it did not reach its end; "" if it did, or if the tool stopped it.
     """
-    argv, path, leave, process = sys.argv, list(sys.path), os._exit, os.getpid()
+    argv, path, folder, leave, process = sys.argv, list(sys.path), Path.cwd(), os._exit, os.getpid()
 
     def exit_at_once(code: int) -> None:
         if os.getpid() != process:  # in a forked worker
@@ -202,6 +203,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
         return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
         sys.argv, sys.path[:], os._exit = argv, path, leave  # type: ignore[assignment]
+        os.chdir(folder)
     return ""
 
 

@@ -26,6 +26,7 @@ _N_SPREADS = 3.0  # the smallest gap, in multiples of the spread
 _FEW = 8  # lines or modules
 _DIVERGED = 100.0  # the smallest growth of a loss in float32 that shows divergence
 _UPDATES = (LearningRate, Clipping)
+_LARGEST_SPREAD = 0.3  # with a larger one the losses of two runs cannot be compared
 _CLEAR_GAP = 0.2  # needs no second pair of runs, if it is 3 times the smallest gap
 
 
@@ -38,10 +39,6 @@ class _Gap(NamedTuple):
     steps: list[int]
     before: float  # loss in the last step
     after: float
-
-
-class _EndedError(Exception):
-    """No further run is allowed."""
 
 
 def verify(
@@ -76,7 +73,7 @@ def verify(
     def losses_with(change: Change | None, seed: int = 0) -> Losses | str:
         nonlocal count
         if count == max_runs or time.monotonic() > start + seconds:
-            raise _EndedError
+            raise NoResultError(f"{count} runs in {time.monotonic() - start:.0f} s")
         count += 1
         name = "with slightly different weights" if change is None else change.code
         show(f"run {count}: {name[:100]}")
@@ -88,10 +85,8 @@ def verify(
     trials = _Trials(report, run, losses_with, base, is_script)
     try:
         trials.compare()
-    except _EndedError:
-        report.not_checked.append(f"further changes: {count} runs in {time.monotonic() - start:.0f} s")
     except NoResultError as error:
-        report.not_checked.append(f"whether a change helps: {error}")
+        report.not_checked.append(f"further changes: {error}")
     except KeyboardInterrupt:
         report.not_checked.append("further changes: the runs were interrupted")
     if not report and trials.reference is not None:
@@ -206,6 +201,12 @@ class _Trials:
             self.report.comparison = f"not compared with float32: a second run had no result ({moved})"
             return False
         spread, shares = around.spread, [abs(gap.share)]
+        if spread > _LARGEST_SPREAD and shares[0] < _N_SPREADS * spread:
+            self.report.comparison = (
+                f"not compared with float32: the losses of two runs in the same precision differ by {spread:.0%}. Set "
+                "the seeds, and do not continue from a checkpoint that the script writes"
+            )
+            return False
         self.smallest_gap = max(_SMALLEST_GAP, _N_SPREADS * spread)
         if self.smallest_gap < shares[0] < max(_CLEAR_GAP, 3 * self.smallest_gap):
             again = self.losses(everything, 1)

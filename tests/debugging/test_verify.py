@@ -65,6 +65,7 @@ def in_float32(end: float, end_in_float32: float, *needed: int, noise: float = 0
     [
         ((0.1, 0.1), (), 0.01, "trains as well in float32: the loss differs by +0.0% +- 4", None),
         ((0.11, 0.1), (), 0.01, "trains as well in float32: the loss differs by +3", None),  # within the spread
+        ((0.11, 0.1), (), 0.5, "not compared with float32: the losses of two runs in the same precision", None),
         ((0.9, 0.1), (3,), 0.01, "trains better in float32: loss in step 19: 0.9", 3),
         ((0.12, 0.1), (3,), 0.0, "trains better in float32: loss in step 19: 0.1", 3),
         ((0.1, 0.12), (3,), 0.0, "trains differently in float32: loss in step 19: 0.1", 3),
