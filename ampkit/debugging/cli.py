@@ -25,7 +25,7 @@ from ampkit.debugging.examination import Examination
 from ampkit.debugging.finding import Report
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.rehearsal import rehearse_script
-from ampkit.debugging.trials import NoResultError, run_task, script_attempt
+from ampkit.debugging.trials import NoResultError, StoppedError, run_task, script_attempt
 from ampkit.debugging.verify import verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -38,13 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     is_rehearsal = arguments[:1] == ["rehearse"]
     options = _parser(is_rehearsal).parse_args(arguments[is_rehearsal:])
+    options.command = [*["-m"] * options.is_module, options.script, *options.arguments]
     try:
         _check(options)
         if options.task:
-            run_task(options.task, lambda tool: _run(options, tool), _stop)
+            run_task(options.task, lambda tool: _run(options, tool))
             return CLEAN
         if is_rehearsal:
-            report: Any = rehearse_script(_command(options), options.against, options.steps)
+            report: Any = rehearse_script(options.command, options.against, options.steps)
         else:
             report = _examine(options)
         print(report)
@@ -99,7 +100,7 @@ def _examine(options: Any) -> Report:
     def step_ended() -> None:
         is_last = options.steps is not None and run.step >= options.from_step + options.steps
         if is_last or (options.seconds and time.monotonic() - started > options.seconds):
-            raise _StoppedError
+            raise StoppedError
 
     def progress() -> None:
         nonlocal last
@@ -131,7 +132,7 @@ def _verify(options: Any, examination: Examination, seconds: float) -> None:
     report.comparison = next((f"not compared with float32: {reason}" for reason, holds in reasons.items() if holds), "")
     if report.comparison:
         return
-    attempt = script_attempt(_command(options), run.step, seconds + 30, may_fail=bool(report.incomplete))
+    attempt = script_attempt(options.command, run.step, seconds + 30, may_fail=bool(report.incomplete))
     base = run.losses
     if report.skips_many and report.skips >= report.steps - 1:  # no step was executed
         base = {site: dict.fromkeys(losses, math.nan) for site, losses in base.items()}
@@ -143,11 +144,6 @@ def _verify(options: Any, examination: Examination, seconds: float) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def _command(options: Any) -> list[str]:
-    """Return the script and its arguments."""
-    return [*["-m"] * options.is_module, options.script, *options.arguments]
-
-
 def _show(text: str) -> None:
     """Write progress to stderr: over the last line of a terminal, no longer than it is, or as a line."""
     if sys.stderr.isatty():
@@ -155,14 +151,6 @@ def _show(text: str) -> None:
         print(f"\r{text[:width]:{width}}", end="", file=sys.stderr, flush=True)
     else:
         print(f"ampkit debug: {text}", file=sys.stderr, flush=True)
-
-
-class _StoppedError(BaseException):
-    """Ends the script once the checks have run. Not an `Exception`, so that the script does not catch it."""
-
-
-def _stop() -> None:
-    raise _StoppedError
 
 
 def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
@@ -175,7 +163,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     def exit_at_once(code: int) -> None:
         if os.getpid() != process:  # in a forked worker
             leave(code)
-        raise _StoppedError(f"the script called os._exit({code})")
+        raise StoppedError(f"the script called os._exit({code})")
 
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, str(Path.cwd() if options.is_module else Path(options.script).resolve().parent))
@@ -186,7 +174,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
                 runpy.run_module(options.script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(options.script, run_name="__main__")
-    except _StoppedError as stopped:
+    except StoppedError as stopped:
         return str(stopped)
     except KeyboardInterrupt:
         return _INTERRUPT

@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ _KINDS: tuple[Any, ...] = (PolicyChange, LineChange, LossScale, NoCache, Learnin
 _MORE_STEPS = 26  # of a step function, while a loss scale settles
 _START = 60.0  # seconds that a process may take to start and to end
 
-Attempt = Callable[[Change | None, int, Iterable[int]], Losses | str]
+Attempt = Callable[[Change | None, int, Collection[int]], Losses | str]
 """`attempt(change, seed, skips)` returns the losses of a training with a change, or why there are none. For `seed` and
 `skips` see `Trial`."""
 
@@ -46,37 +47,34 @@ class NoResultError(RuntimeError):
     """A process that runs a script ended without a result."""
 
 
+class StoppedError(BaseException):
+    """Ends a script whose run has reached its limit. Not an `Exception`, so that the script does not catch it."""
+
+
+@dataclass
 class Trial:
     """Context that records the loss of each backward, and moves the weights at the first step of each optimizer.
 
     The losses of a step whose gradients are not finite when the optimizer runs are recorded as NaN.
 
-    Args:
-        stop: ends the training; called after `steps` iterations or `seconds`, if given.
-        seed: seed of the change of the weights; 0: no change.
-        skips: numbers of iterations whose optimizer steps have no effect: a scaler skips them without the change.
+    Raises:
+        StoppedError: after `steps` iterations or `seconds`.
     """
 
-    def __init__(
-        self,
-        stop: Callable[[], None],
-        *,
-        seed: int = 0,
-        skips: Iterable[int] = (),
-        steps: int | None = None,
-        seconds: float | None = None,
-    ) -> None:
+    seed: int = 0  # of the change of the weights; 0: no change
+    skips: Collection[int] = ()  # iterations whose optimizer steps have no effect: a scaler skips them without a change
+    steps: float = math.inf
+    seconds: float = math.inf
+    losses: Losses = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.all: list[float] = []  # losses in the order of the calls of backward
-        self.losses: Losses = {}
         self.updates = 0  # steps of optimizers
-        self.modules = ModuleCalls(None)
-        self._stop, self._seed, self._skips = stop, seed, frozenset(skips)
-        self._steps = math.inf if steps is None else steps
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self.modules, self.loop = ModuleCalls(None), TrainingLoop()
+        self.loop.listeners, self.loop.step_starts, self.loop.step_ended = [self], self._starts, self._ended
+        self._end = time.monotonic() + self.seconds
         self._moved: list[Optimizer] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []  # of a step that is skipped
-        self.loop = TrainingLoop()
-        self.loop.listeners, self.loop.step_starts, self.loop.step_ended = [self], self._starts, self._ended
         self._open = ExitStack()
 
     def __enter__(self) -> Trial:
@@ -105,8 +103,8 @@ class Trial:
                 losses |= {step: math.nan} if step in losses else {}
         if not any(each is optimizer for each in self._moved):
             self._moved.append(optimizer)
-            move(parameters, self._seed)
-        if step in self._skips:
+            move(parameters, self.seed)
+        if step in self.skips:
             self._gradients = [(parameter, parameter.grad) for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None  # so the optimizer changes neither weights nor moments
@@ -119,8 +117,8 @@ class Trial:
         self._stop_at_end()
 
     def _stop_at_end(self) -> None:
-        if self.loop.iterations.number >= self._steps or time.monotonic() > self._end:
-            self._stop()
+        if self.loop.iterations.number >= self.steps or time.monotonic() > self._end:
+            raise StoppedError
 
 
 @torch.no_grad()
@@ -164,8 +162,8 @@ def step_attempt(step: Callable[[], Any], model: Module, snapshot: TrainingSnaps
 
     settling: set[int] = set()  # steps that the scaler skips without a change
 
-    def attempt(change: Change | None, seed: int, skips: Iterable[int]) -> Losses | str:
-        trial = Trial(lambda: None, seed=seed, skips=settling if change is not None else ())
+    def attempt(change: Change | None, seed: int, skips: Collection[int]) -> Losses | str:
+        trial = Trial(seed, skips=settling if change is not None else ())
         is_finite = True
         try:
             with (
@@ -201,13 +199,13 @@ def script_attempt(command: Sequence[str], steps: int, seconds: float, *, may_fa
 
     Args:
         command: the script and its arguments.
-        steps: the iterations after which a run ends; 0: at the script's end.
+        steps: the iterations after which a run ends, if not 0.
         seconds: the seconds after which a run ends.
         may_fail: whether the losses count of a run that fails.
     """
 
-    def attempt(change: Change | None, seed: int, skips: Iterable[int]) -> Losses | str:
-        result = run_script(command, change, seed, skips=list(skips), steps=steps or None, seconds=seconds)
+    def attempt(change: Change | None, seed: int, skips: Collection[int]) -> Losses | str:
+        result = run_script(command, change, seed, skips=list(skips), steps=steps or math.inf, seconds=seconds)
         if result["why"] and not may_fail:
             return str(result["why"])
         return {(file, line): {step: float(loss) for step, loss in losses} for file, line, losses in result["losses"]}
@@ -246,14 +244,14 @@ def run_script(command: Sequence[str], change: Change | None, seed: int, **limit
     return result
 
 
-def run_task(task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str], stop: Callable[[], None]) -> None:
+def run_task(task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str]) -> None:
     """Execute a training of `run_script` in this process, and write its result.
 
-    `run` runs the script under a context and returns why it did not reach its end, if it did not; `stop` ends it.
+    `run` runs the script under a context and returns why it did not reach its end; "" if it did or was stopped.
     """
     kind, values = task["change"] or (None, {})
     change = next((each(**values) for each in _KINDS if each.__name__ == kind), None)
-    trial = Trial(stop, **task["limits"])
+    trial = Trial(**task["limits"])
     with _around(change), torch.compiler.set_stance("force_eager"):
         result: dict[str, Any] = {"why": run(trial), "all": trial.all}
     result["losses"] = [(*site, list(losses.items())) for site, losses in trial.losses.items()]

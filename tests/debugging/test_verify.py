@@ -174,7 +174,7 @@ def train(trial: Trial, *, lr: float = 0.1, scaler: Any = None, broken: int = -1
 
 def test_a_trial_moves_the_weights_and_skips_steps() -> None:
     """Skipped steps leave weights and moments as they were."""
-    trials = [Trial(lambda: None, seed=seed, skips=skips) for seed, skips in ((0, ()), (1, ()), (0, (0, 2)))]
+    trials = [Trial(seed, skips) for seed, skips in ((0, ()), (1, ()), (0, (0, 2)))]
     plain, moved, skipped = (train(trial) for trial in trials)
     (first, other, third) = (list(next(iter(trial.losses.values())).values()) for trial in trials)
     assert first[0] == other[0]
@@ -186,7 +186,7 @@ def test_a_trial_moves_the_weights_and_skips_steps() -> None:
 
 
 def test_a_step_with_gradients_that_are_not_finite_has_no_loss() -> None:
-    trial = Trial(lambda: None)
+    trial = Trial()
     train(trial, broken=1)
     (of_line,) = trial.losses.values()
     assert [math.isfinite(loss) for loss in of_line.values()] == [True, False, False, False]
