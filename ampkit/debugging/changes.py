@@ -109,7 +109,7 @@ class PolicyChange:
 
     @property
     def _is_float8(self) -> bool:  # FP8 is compared with 16 bits; otherwise 16 bits with float32
-        return not self.float32 and has_float8(self.tested())
+        return not self.float32 and without_float8(self.tested()) != self.tested()
 
     def _precision(self, policy: Policy) -> Any:
         return replace(without_float8(policy), modules=ModuleRules()) if self._is_float8 else torch.float32
@@ -348,12 +348,10 @@ def changes_for(finding: Finding, modules: ModuleCalls) -> Iterator[Change]:
 
 def _changes_for_nonfinite(finding: Finding, modules: ModuleCalls) -> Iterator[Change]:
     place, sources, cause = finding.place, finding.rounding_sources, finding.cause
-    if cause.kind in ("arrived", "received", "constant", "uninitialized"):
+    if cause.kind in ("arrived", "received", "constant", "uninitialized") or cause.is_exact:
         return  # no precision helps
-    if place.phase == "optimizer" or cause.is_exact:
-        return
     dtypes = [source.dtype for source in sources] or [place.dtype, *(each.dtype for each in finding.inputs)]
-    if not any(dtype in ("float16", "bfloat16") for dtype in dtypes):
+    if place.phase == "optimizer" or not {"float16", "bfloat16"} & {*dtypes}:
         return
     change = module_change(modules, finding.device, [sources[0].module if sources else place.module])
     if change is not None and change.is_possible():
@@ -490,11 +488,6 @@ def replaced_regions(changed: Callable[[RegionSpec], RegionSpec]) -> Iterator[No
         _replaced(torch.autocast, __enter__=torch_entered, __exit__=torch_left),
     ):
         yield
-
-
-def has_float8(policy: Policy) -> bool:
-    """Return whether a policy computes operators in FP8, in all modules or in some."""
-    return without_float8(policy) != policy
 
 
 @functools.cache
