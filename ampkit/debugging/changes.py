@@ -1,17 +1,20 @@
 """Changes that may fix a finding, and recommendations if none does.
 
-A change has the code that a user writes for it, and a context that runs a step as if that code were there. The second
-part of the file selects the changes for a finding, and the recommendation for the user's own code. The third enters
-regions with another policy, for changes and rehearsals.
+A change has the code that a user writes for it, and a context that runs a training as if that code were there. The
+second part of the file selects the changes for a finding, and the recommendation for the user's own code. The third
+enters regions with another policy.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,75 +26,123 @@ from torch.overrides import TorchFunctionMode
 from ampkit.containers import map_tensors
 from ampkit.debugging.checks.causes import advice_for
 from ampkit.debugging.finding import Finding, Fix, Place
-from ampkit.debugging.observe.call_sites import find_caller
+from ampkit.debugging.observe.autograd_graph import leaves_from
+from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.observe.operator_properties import tensors_in
 from ampkit.debugging.torch_private import current_node
 from ampkit.dtypes import SIXTEEN_BIT
 from ampkit.gradients.collect import parameters as parameters_of
 from ampkit.matmul.float8_recipes import RECIPES
-from ampkit.policy.module_paths import named_paths
+from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy
+from ampkit.policy.rules import Rule
 from ampkit.region.arguments import TORCH_POLICIES, RegionSpec
 from ampkit.region.autocast import autocast
 from ampkit.region.stack import thread
 
 Region = Literal["ampkit", "torch", "none"]  # the kind of region that the user's step runs in
+RULES = {f"fp8_{rule.value.removeprefix('float8_')}": rule for rule in Rule if rule.value.startswith("float8_")}
 _SCALE = 2.0**12
 _LARGE_GRADIENT = 100.0  # clipped before a smaller learning rate is tried
-_NOT_CAST = frozenset(
-    {  # functions whose arguments `LineChange` does not cast
-        "batch_norm",
-        "__get__",
-        "__set__",
-        "__delete__",
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-    }
-)
+# Names of functions whose arguments `LineChange` does not cast: they write to them, or to attributes of theirs.
+_WRITES = re.compile(r".*[^_]_|__(get|set|delete|setitem|iadd|isub|imul|itruediv)__|batch_norm")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PolicyChange:
-    """Modules that compute more precisely by a policy: in float32, or without its FP8 rules."""
+    """Regions whose policy computes some modules, or everything, in higher precision.
 
-    device: str
-    model: Module
-    modules: tuple[str, ...] = ()
-    policy: Policy | None = None  # that the step's regions were given
-    float8: bool = False  # the modules compute in FP8
+    The higher precision is the policy without its FP8 rules. For a policy that has none it is float32.
+    """
+
+    modules: Sequence[str] | None = ()  # paths; None: everything
+    against: str = ""  # name of an FP8 rule for linear layers, which is tested in addition to the policy
+    float32: bool = False  # the higher precision is float32 for a policy with FP8 rules as well
+    policy: Policy | None = None  # tested instead of the policies of the regions
+    model: Module | None = None  # has the modules; None: all models of this process that have modules at these paths
+    first: RegionSpec | None = None  # the program's first region, as it was written
+    _made: dict[Policy, Policy] = field(default_factory=dict, init=False)  # once: regions are entered in each step
 
     @property
     def code(self) -> str:
         """The code that a user writes."""
-        return code_of(self.policy, self.device, self.modules, wider(self._default(), float8=self.float8))
+        given = self.policy or (None if self.first is None else self.first.policy)
+        device_type = self.tested().device_type
+        named = "torch" if given == TORCH_POLICIES[device_type] else "" if given is not None else "default"
+        start = f'Policy.{named}("{device_type}")' if named else "policy"
+        rules = f'.with_rules({{"aten::linear": {RULES[self.against]}}})' if self.against else ""
+        shown = repr(self._precision(self.tested())).replace("'", '"')
+        modules = ", ".join(f'"{path}": {shown}' for path in self.modules or ())
+        return f"policy = {start}{rules}.for_modules(model, {{{modules}}})"
 
-    def around(self) -> AbstractContextManager[Any]:
-        """Return a context in which the step runs as if the code were there."""
+    def around(self) -> AbstractContextManager[None]:
+        """Return a context in which a training runs as if the code were there."""
+        return replaced_regions(self._changed)
 
-        def changed(spec: RegionSpec) -> RegionSpec:
-            if spec.device_type != self.device or inherits(spec):
-                return spec
-            return spec._replace(policy=self._changed(policy_of(spec)))
+    def tested(self) -> Policy:
+        """Return the policy of the first region without the change."""
+        return self._tested(self.first) if self.first is not None else Policy.default("cpu")
 
-        return replaced_regions(changed)
+    def changed_policy(self, policy: Policy) -> Policy:
+        """Return a policy with the change. Raises `ValueError` if it has a rule for one of the modules already."""
+        if self.modules is None:
+            return without_float8(policy)
+        models = [self.model] if self.model is not None else _models_with(self.modules) if self.modules else []
+        precision = self._precision(policy)
+        for model in models if self.modules else ():
+            policy = policy.for_modules(model, dict.fromkeys(self.modules, precision))
+        return policy
 
     def is_possible(self) -> bool:
-        """Return whether the step's policy has no rule of its own for one of the modules."""
-        try:
-            self._changed(self._default())
-        except ValueError:
-            return False
-        return True
+        """Return whether the modules exist, and the policy has no rule of its own for one of them."""
+        with suppress(ValueError):
+            return self.changed_policy(self.tested()) != self.tested()
+        return False
 
-    def _default(self) -> Policy:
-        return self.policy or Policy.default(self.device)
+    def leaves(self, models: Iterable[Module]) -> list[str]:
+        """Return paths of modules without children that can be changed, the ones with the fewest parameters first."""
+        named = [(path, each) for model in models for path, each in named_paths(model) if path]
+        leaves = [(path, each) for path, each in named if not [*each.children()]]
+        leaves.sort(key=lambda leaf: sum(p.numel() for p in leaf[1].parameters()))
+        return [path for path, _ in leaves if replace(self, modules=(path,)).is_possible()]
 
-    def _changed(self, policy: Policy) -> Policy:
-        return policy.for_modules(self.model, dict.fromkeys(self.modules, wider(policy, float8=self.float8)))
+    @property
+    def _is_float8(self) -> bool:  # FP8 is compared with 16 bits; otherwise 16 bits with float32
+        return not self.float32 and without_float8(self.tested()) != self.tested()
+
+    def _precision(self, policy: Policy) -> Any:
+        return replace(without_float8(policy), modules=ModuleRules()) if self._is_float8 else torch.float32
+
+    def _tested(self, spec: RegionSpec) -> Policy:
+        return _with_rule(self.policy or spec.policy or Policy.default(spec.device_type), self.against)
+
+    def _changed(self, spec: RegionSpec) -> RegionSpec:
+        if self.policy is not None and self.policy.device_type != spec.device_type:
+            return spec
+        if self.first is None and spec.enabled:
+            self.first = spec
+        if self.modules is None and not self._is_float8:
+            return spec._replace(enabled=False)
+        if spec.policy is None and any(entry.spec.device_type == spec.device_type for entry in thread.regions):
+            return spec  # it has the policy of the region around it
+        given = spec.policy or Policy.default(spec.device_type)
+        if given not in self._made:
+            self._made[given] = self.changed_policy(self._tested(spec))
+        return spec._replace(policy=self._made[given])
+
+
+@functools.cache  # regions are entered in each step
+def _with_rule(policy: Policy, against: str) -> Policy:
+    return policy.with_rules({"aten::linear": RULES[against]}) if against else policy
+
+
+def _models_with(paths: Iterable[str]) -> list[Module]:
+    """Return the outermost modules of this process that have modules at these paths."""
+    modules = [each for each in gc.get_objects() if isinstance(each, Module)]
+    having = [each for each in modules if set(paths) <= {path for path, _ in named_paths(each) if path}]
+    inside = {inner for each in having for inner in each.modules() if inner is not each}
+    return [each for each in having if each not in inside and unwrapped(each) is each]
 
 
 class LineChange(TorchFunctionMode):
@@ -117,31 +168,28 @@ class LineChange(TorchFunctionMode):
         name = "autocast" if self.region == "ampkit" else "torch.autocast"
         return f'with {name}("{self.device}", enabled=False): around {where}, with .float() on its tensors'
 
-    def around(self) -> AbstractContextManager[Any]:
-        """Return a context in which the step runs as if the code were there."""
-        return self if self.lines is not None else self._everywhere()
-
     @contextmanager
-    def _everywhere(self) -> Iterator[None]:
-        set_default_dtype = torch.set_default_dtype
-        torch.set_default_dtype = lambda dtype: set_default_dtype(_widened(dtype))
-        try:
-            with replaced_regions(lambda spec: spec._replace(enabled=False)), self:
-                yield
-        finally:
-            torch.set_default_dtype = set_default_dtype
+    def around(self) -> Iterator[None]:
+        """Return a context in which a training runs as if the code were there."""
+        set_default = torch.set_default_dtype
+        with ExitStack() as stack:
+            if self.lines is None:
+                stack.enter_context(replaced_regions(lambda spec: spec._replace(enabled=False)))
+                set_widened = _replaced(torch, set_default_dtype=lambda dtype: set_default(_widened(dtype)))
+                stack.enter_context(set_widened)
+            stack.enter_context(self)
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
         if func is Tensor.backward:
             gradient = kwargs.pop("gradient", None)
             with self:  # for hooks and custom functions
                 return torch.autograd.backward(args[0], *(args[1:] or (gradient,)), **kwargs)
         if self.lines is not None and find_caller(1).line() not in self.lines:
             return self._call(func, args, kwargs)
-        if name in _NOT_CAST or (name.endswith("_") and not name.endswith("__")):
-            return self._call(func, args, kwargs)  # an operator in place must not write to a copy
+        if _WRITES.fullmatch(getattr(func, "__name__", "")):
+            return self._call(func, args, kwargs)
         if func in (Tensor.half, Tensor.bfloat16):
             func = Tensor.float
         args, kwargs = _widened(args), _widened(kwargs)
@@ -176,8 +224,17 @@ def _widened(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in SIXTEEN_BIT else tensor, widened_dtype)
 
 
-def _paths(model: Module) -> set[str]:
-    return {path for path, _ in named_paths(model) if path}
+@contextmanager
+def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
+    """Context in which an object has other functions."""
+    before = {name: getattr(owner, name) for name in functions}
+    for name, function in functions.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(owner, name, function)
 
 
 @dataclass(frozen=True)
@@ -186,25 +243,20 @@ class LossScale:
 
     code = "scaler = ampkit.GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Return a context in which the step runs as if the code were there."""
+    def around(self) -> AbstractContextManager[None]:
+        """Return a context in which a training runs as if the code were there."""
         inner = torch.autograd.backward
 
         def scaled(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if not isinstance(tensors, Tensor) or grad_tensors is not None:
                 inner(tensors, grad_tensors, *args, **kwargs)
                 return
-            leaves = list(_leaves(tensors))
+            leaves = leaves_from([tensors.grad_fn])
             _scale_gradients(leaves, _SCALE)  # from earlier micro-batches
             inner(tensors, torch.full_like(tensors, _SCALE), *args, **kwargs)
             _scale_gradients(leaves, 1 / _SCALE)
 
-        torch.autograd.backward = scaled
-        try:
-            yield
-        finally:
-            torch.autograd.backward = inner
+        return _replaced(torch.autograd, backward=scaled)
 
 
 @torch.no_grad()
@@ -212,19 +264,6 @@ def _scale_gradients(leaves: Iterable[Tensor], factor: float) -> None:
     for leaf in leaves:
         if leaf.grad is not None:
             leaf.grad.mul_(factor)
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the parameters that a loss depends on."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        nodes += [following for following, _ in node.next_functions]
 
 
 @dataclass(frozen=True)
@@ -235,15 +274,12 @@ class NoCache:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return a context in which the step runs as if the code were there."""
-        inner, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled = lambda enabled: inner(False)
-        inner(False)
-        try:
+        """Return a context in which a training runs as if the code were there."""
+        set_enabled, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
+        with _replaced(torch, set_autocast_cache_enabled=lambda enabled: set_enabled(False)):
+            set_enabled(False)
             yield
-        finally:
-            torch.set_autocast_cache_enabled = inner
-            inner(before)
+        set_enabled(before)
 
 
 @dataclass(frozen=True)
@@ -259,19 +295,14 @@ class LearningRate:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return a context in which the step runs as if the code were there."""
-        before: dict[int, list[Any]] = {}
+        """Return a context in which a training runs as if the code were there."""
 
-        def starts(optimizer: Any, args: Any, kwargs: Any) -> None:
-            before[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
+        def multiply(optimizer: Any, factor: float) -> None:
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.factor
+                group["lr"] = group["lr"] * factor
 
-        def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
-            for group, rate in zip(optimizer.param_groups, before[id(optimizer)], strict=True):
-                group["lr"] = rate
-
-        with register_optimizer_step_pre_hook(starts), register_optimizer_step_post_hook(ended):
+        starts = register_optimizer_step_pre_hook(lambda optimizer, *_: multiply(optimizer, self.factor))
+        with starts, register_optimizer_step_post_hook(lambda optimizer, *_: multiply(optimizer, 1 / self.factor)):
             yield
 
 
@@ -282,7 +313,7 @@ class Clipping:
     code = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before the step"
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return a context in which the step runs as if the code were there."""
+        """Return a context in which a training runs as if the code were there."""
 
         def starts(optimizer: Any, args: Any, kwargs: Any) -> None:
             torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), 1.0)
@@ -296,15 +327,13 @@ Change = PolicyChange | LineChange | LossScale | NoCache | LearningRate | Clippi
 # --- the changes and the recommendation for a finding
 
 
-def changes_for(
-    finding: Finding, region: Region, model: Module | None, policy: Policy | None = None
-) -> Iterator[Change]:
+def changes_for(finding: Finding, modules: ModuleCalls) -> Iterator[Change]:
     """Yield changes that may fix a finding, the likeliest first; none if float16 and bfloat16 did not cause it.
 
-    `policy` is the one that the step's regions were given, if any.
+    `modules` has the model, and the kind and the policy of the regions that its modules ran in.
     """
     if finding.check in ("nonfinite", "data"):
-        yield from _changes_for_nonfinite(finding, region, model, policy)
+        yield from _changes_for_nonfinite(finding, modules)
     elif finding.kind == "underflow" and finding.place.phase != "forward":
         yield LossScale()
     elif finding.kind == "stale cast":
@@ -314,44 +343,47 @@ def changes_for(
         rates = [*map(LearningRate, (0.1, 0.01, 0.001))]
         yield from (Clipping(), *rates) if explodes else (*rates, Clipping())
     elif finding.kind in ("stagnating sum", "rounded", "underflow"):
-        yield from _changes_of_lines(finding, region, [finding.producer or finding.place, finding.place])
+        yield from _changes_of_lines(finding, modules, [finding.producer or finding.place, finding.place])
 
 
-def _changes_for_nonfinite(
-    finding: Finding, region: Region, model: Module | None, policy: Policy | None
-) -> Iterator[Change]:
+def _changes_for_nonfinite(finding: Finding, modules: ModuleCalls) -> Iterator[Change]:
     place, sources, cause = finding.place, finding.rounding_sources, finding.cause
-    if cause.kind in ("arrived", "received", "constant", "uninitialized"):
+    if cause.kind in ("arrived", "received", "constant", "uninitialized") or cause.is_exact:
         return  # no precision helps
-    if place.phase == "optimizer" or cause.is_exact:
-        return
     dtypes = [source.dtype for source in sources] or [place.dtype, *(each.dtype for each in finding.inputs)]
-    if not any(dtype in ("float16", "bfloat16") for dtype in dtypes):
+    if place.phase == "optimizer" or not {"float16", "bfloat16"} & {*dtypes}:
         return
-    path = sources[0].module if sources else place.module
-    if region == "ampkit" and model is not None and path in _paths(model):
-        change = PolicyChange(finding.device, model, (path,), policy)
-        if change.is_possible():
-            yield change
-    yield from _changes_of_lines(finding, region, sources or (place,))
+    change = module_change(modules, finding.device, [sources[0].module if sources else place.module])
+    if change is not None and change.is_possible():
+        yield change
+    yield from _changes_of_lines(finding, modules, sources or (place,))
 
 
-def _changes_of_lines(finding: Finding, region: Region, places: Iterable[Place]) -> Iterator[LineChange]:
+def module_change(modules: ModuleCalls, device: str, paths: Sequence[str]) -> PolicyChange | None:
+    """Return the change that computes modules in float32; None if their paths or the regions are unknown."""
+    model = modules.model
+    if modules.region != "ampkit" or model is None or not {*paths} <= {path for path, _ in named_paths(model) if path}:
+        return None
+    first = RegionSpec(device, torch.float32, True, True, modules.policy)
+    return PolicyChange(paths, float32=True, model=model, first=first)
+
+
+def _changes_of_lines(finding: Finding, modules: ModuleCalls, places: Iterable[Place]) -> Iterator[LineChange]:
     """Yield the changes of the first line, and of all lines."""
     lines = list(dict.fromkeys(place.site for place in places if place.line))
     for count in sorted({1, len(lines)}) if lines else ():
-        yield LineChange(finding.device, region, lines[:count])
+        yield LineChange(finding.device, modules.region, lines[:count])
 
 
-def recommendation(finding: Finding, region: Region, model: Module | None, policy: Policy | None = None) -> Fix:
+def recommendation(finding: Finding, modules: ModuleCalls) -> Fix:
     """Return an untested fix: the check's, the first change, or one for the user's own code."""
+    if finding.fix.code or finding.check not in ("nonfinite", "data"):
+        return finding.fix
     # No precision helps for undefined results unless a call was found that rounds, nor for results that do no harm, and
     # float32 may hide wrong data.
     is_undefined = finding.kind in ("undefined", "from inf") or finding.cause.is_of_data
     is_undefined |= finding.check == "nonfinite" and finding.grade == "note"
-    change = None if is_undefined else next(changes_for(finding, region, model, policy), None)
-    if finding.fix.code or finding.check not in ("nonfinite", "data"):
-        return finding.fix
+    change = None if is_undefined else next(changes_for(finding, modules), None)
     return Fix(change.code if change is not None else advice(finding))
 
 
@@ -418,15 +450,14 @@ def replaced_regions(changed: Callable[[RegionSpec], RegionSpec]) -> Iterator[No
     given: dict[int, list[RegionSpec]] = {}  # by region, innermost last: one object may be entered again while open
 
     def entered(region: autocast) -> autocast:
-        spec = region.spec
-        region.spec = changed(spec)
+        specs = given.setdefault(id(region), [])
+        specs.append(region.spec)
         try:
-            enter(region)
+            region.spec = changed(specs[0])
+            return enter(region)
         except BaseException:
-            region.spec = spec
+            region.spec = specs.pop()
             raise
-        given.setdefault(id(region), []).append(spec)
-        return region
 
     def left(region: autocast, *error: Any) -> Any:
         try:
@@ -435,20 +466,13 @@ def replaced_regions(changed: Callable[[RegionSpec], RegionSpec]) -> Iterator[No
             if given.get(id(region)):
                 region.spec = given[id(region)].pop()
 
-    with _methods(autocast, entered, left), _torch_regions(entered, left):
-        yield
-
-
-@contextmanager
-def _torch_regions(entered: Callable[..., autocast], left: Callable[..., Any]) -> Iterator[None]:
-    """Context in which `torch.autocast` enters ampkit regions."""
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    torch_enter, torch_leave = torch.autocast.__enter__, torch.autocast.__exit__
     of_thread = threading.local()  # `open`: torch's regions and their replacements, innermost last
 
     def torch_entered(region: Any) -> Any:
         of_thread.open = opened = getattr(of_thread, "open", [])
         if current_node() is not None or len(thread.regions) != len(opened):
-            return enter(region)  # in a recompute, or inside of an ampkit region, which has the policy
+            return torch_enter(region)  # in a recompute, or inside of an ampkit region, which has the policy
         policy = TORCH_POLICIES[region.device]
         own = autocast(region.device, region.fast_dtype, region._enabled, region._cache_enabled, policy=policy)
         opened.append((region, entered(own)))
@@ -456,39 +480,17 @@ def _torch_regions(entered: Callable[..., autocast], left: Callable[..., Any]) -
 
     def torch_left(region: Any, *error: Any) -> Any:
         opened = getattr(of_thread, "open", [])
-        return left(opened.pop()[1], *error) if opened and opened[-1][0] is region else leave(region, *error)
+        is_replaced = opened and opened[-1][0] is region
+        return left(opened.pop()[1], *error) if is_replaced else torch_leave(region, *error)
 
-    with _methods(torch.autocast, torch_entered, torch_left):
+    with (
+        _replaced(autocast, __enter__=entered, __exit__=left),
+        _replaced(torch.autocast, __enter__=torch_entered, __exit__=torch_left),
+    ):
         yield
 
 
-@contextmanager
-def _methods(owner: Any, enter: Callable[..., Any], leave: Callable[..., Any]) -> Iterator[None]:
-    before = owner.__enter__, owner.__exit__
-    owner.__enter__, owner.__exit__ = enter, leave
-    try:
-        yield
-    finally:
-        owner.__enter__, owner.__exit__ = before
-
-
-def policy_of(spec: RegionSpec) -> Policy:
-    """Return the policy of a region, for one that does not inherit it."""
-    return spec.policy or Policy.default(spec.device_type)
-
-
-def inherits(spec: RegionSpec) -> bool:
-    """Return whether a region that is entered now has the policy of a region around it."""
-    return spec.policy is None and any(entry.spec.device_type == spec.device_type for entry in thread.regions)
-
-
-def has_float8(policy: Policy) -> bool:
-    """Return whether a policy computes operators in FP8, in all modules or in some."""
-    return any(rule in RECIPES for layer in policy.overrides for _, rule in layer) or any(
-        isinstance(rule.value, Policy) and has_float8(rule.value) for rule in policy.modules.rules
-    )
-
-
+@functools.cache
 def without_float8(policy: Policy) -> Policy:
     """Return the policy without its FP8 rules, and without FP8 rules in its modules' policies."""
     layers = (tuple(item for item in layer if item[1] not in RECIPES) for layer in policy.overrides)
@@ -497,17 +499,3 @@ def without_float8(policy: Policy) -> Policy:
         for rule in policy.modules.rules
     )
     return replace(policy, overrides=tuple(filter(None, layers)), modules=ModuleRules(tuple(rules)))
-
-
-def wider(policy: Policy, *, float8: bool) -> Any:
-    """Return the value of a rule for a precise module: with `float8` the policy without FP8 rules, or float32."""
-    return replace(without_float8(policy), modules=ModuleRules()) if float8 else torch.float32
-
-
-def code_of(policy: Policy | None, device_type: str, paths: Iterable[str], value: Any, rules: str = "") -> str:
-    """Return the code that gives modules of a region's policy one value; `policy` is the user's, if any."""
-    named = "torch" if policy == TORCH_POLICIES[device_type] else "" if policy is not None else "default"
-    start = f'Policy.{named}("{device_type}")' if named else "policy"
-    shown = repr(value).replace("'", '"')
-    modules = ", ".join(f'"{path}": {shown}' for path in paths)
-    return f"policy = {start}{rules}.for_modules(model, {{{modules}}})"

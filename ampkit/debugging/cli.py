@@ -16,16 +16,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ampkit.debugging.changes import RULES
 from ampkit.debugging.examination import Examination
 from ampkit.debugging.finding import Report
 from ampkit.debugging.observe.ranks import rank
-from ampkit.debugging.rehearsal import RULES, RehearsalReport, rehearse_script, run_training
-from ampkit.debugging.trials import applied, run_task, script_attempt
+from ampkit.debugging.rehearsal import rehearse_script
+from ampkit.debugging.trials import NoResultError, StoppedError, run_task, script_attempt
 from ampkit.debugging.verify import verify
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -38,13 +38,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     is_rehearsal = arguments[:1] == ["rehearse"]
     options = _parser(is_rehearsal).parse_args(arguments[is_rehearsal:])
+    options.command = [*["-m"] * options.is_module, options.script, *options.arguments]
     try:
         _check(options)
         if options.task:
-            tasks = run_training if is_rehearsal else _run_trial
-            tasks(options.task, lambda tool: _run(options, tool), _stop)
+            run_task(options.task, lambda tool: _run(options, tool))
             return CLEAN
-        report = _rehearse(options) if is_rehearsal else _examine(options)
+        if is_rehearsal:
+            report: Any = rehearse_script(options.command, options.against, options.steps)
+        else:
+            report = _examine(options)
         print(report)
         if options.json:
             Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
@@ -53,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
+    except NoResultError as error:
+        print(f"ampkit debug: {error}", file=sys.stderr)
+        return INCONCLUSIVE
     except Exception:
         traceback.print_exc()  # not exit code 1, which means that something was found
         return INCONCLUSIVE
@@ -66,7 +72,7 @@ def _parser(is_rehearsal: bool) -> argparse.ArgumentParser:
     add = parser.add_argument
     if is_rehearsal:
         parser.description = "Whether low precision costs a training anything, and which modules to keep out of it."
-        add("--steps", type=_count, default=120, metavar="N", help="optimizer steps of each training")
+        add("--steps", type=_count, default=120, metavar="N", help="iterations of each training, at least 1")
         add("--against", choices=RULES, help="test this recipe; without it the precision that the script has")
     else:
         parser.description = "Find numerical errors in a training script, which stays as it is."
@@ -94,7 +100,7 @@ def _examine(options: Any) -> Report:
     def step_ended() -> None:
         is_last = options.steps is not None and run.step >= options.from_step + options.steps
         if is_last or (options.seconds and time.monotonic() - started > options.seconds):
-            raise _StoppedError
+            raise StoppedError
 
     def progress() -> None:
         nonlocal last
@@ -105,8 +111,9 @@ def _examine(options: Any) -> Report:
     examination.on_step, examination.on_operator = step_ended, progress
     _show("the script starts")
     report.incomplete = _run(options, examination)
-    if not report.steps and options.from_step and not report.incomplete:
-        report.incomplete = f"the script ended before step {options.from_step}, and no operator was checked"
+    if not report.steps and not report.incomplete:
+        before = f"before step {options.from_step}" if options.from_step else "without a training step in this process"
+        report.incomplete = f"the script ended {before}, and no operator was checked"
     _verify(options, examination, time.monotonic() - started)
     if is_terminal:
         _show("")
@@ -125,30 +132,15 @@ def _verify(options: Any, examination: Examination, seconds: float) -> None:
     report.comparison = next((f"not compared with float32: {reason}" for reason, holds in reasons.items() if holds), "")
     if report.comparison:
         return
-    command = [*["-m"] * options.is_module, options.script, *options.arguments]
-    attempt = script_attempt(command, run.step, seconds + 30, may_fail=bool(report.incomplete))
+    attempt = script_attempt(options.command, run.step, seconds + 30, may_fail=bool(report.incomplete))
     base = run.losses
     if report.skips_many and report.skips >= report.steps - 1:  # no step was executed
         base = {site: dict.fromkeys(losses, math.nan) for site, losses in base.items()}
-    limits: dict[str, Any] = {"max_runs": _MAX_RUNS, "seconds": seconds + 60}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended prints its results
     try:
-        verify(report, run, attempt, base, **limits, is_script=True, show=_show)
+        verify(report, run, attempt, base, max_runs=_MAX_RUNS, seconds=seconds + 60, is_script=True, show=_show)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _run_trial(
-    task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str], stop: Callable[[], None]
-) -> None:
-    run_task(task, run, stop, applied(task["change"]))
-
-
-def _rehearse(options: Any) -> RehearsalReport:
-    if options.steps < 1:
-        raise ValueError("--steps is 0; expected 1 or more")
-    command = [*["-m"] * options.is_module, options.script, *options.arguments]
-    return rehearse_script(command, options.against, options.steps)
 
 
 def _show(text: str) -> None:
@@ -160,25 +152,17 @@ def _show(text: str) -> None:
         print(f"ampkit debug: {text}", file=sys.stderr, flush=True)
 
 
-class _StoppedError(BaseException):
-    """Ends the script once the checks have run. Not an `Exception`, so that the script does not catch it."""
-
-
-def _stop() -> None:
-    raise _StoppedError
-
-
 def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
     """Run the user's script under a tool, as `python script.py ARGS` or `python -m module ARGS` would run it.
 
     Returns why it did not reach its end; "" if it did, or if the tool stopped it.
     """
-    argv, path, leave, process = sys.argv, list(sys.path), os._exit, os.getpid()
+    argv, path, folder, leave, process = sys.argv, list(sys.path), Path.cwd(), os._exit, os.getpid()
 
     def exit_at_once(code: int) -> None:
         if os.getpid() != process:  # in a forked worker
             leave(code)
-        raise _StoppedError(f"the script called os._exit({code})")
+        raise StoppedError(f"the script called os._exit({code})")
 
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, str(Path.cwd() if options.is_module else Path(options.script).resolve().parent))
@@ -189,7 +173,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
                 runpy.run_module(options.script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(options.script, run_name="__main__")
-    except _StoppedError as stopped:
+    except StoppedError as stopped:
         return str(stopped)
     except KeyboardInterrupt:
         return _INTERRUPT
@@ -206,6 +190,7 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
         return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
         sys.argv, sys.path[:], os._exit = argv, path, leave  # type: ignore[assignment]
+        os.chdir(folder)
     return ""
 
 

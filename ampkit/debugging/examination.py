@@ -79,12 +79,9 @@ class Examination:
     def __enter__(self) -> Report:
         run = self.run
         run.operator_ran = [*overridden(self._checks, "operator_ran"), self._progress]
-        run.on_step_starts, run.on_step_ended, run.on_step_counted = (
-            self._step_starts,
-            self._end_step,
-            self._step_counted,
-        )
-        run.loop.listeners, run.loop.backward_starts = list(self._checks), self._backward_starts
+        run.on_step_starts, run.on_step_ended = self._step_starts, self._end_step
+        run.on_step_counted, run.loop.backward_starts = self._step_counted, self._backward_starts
+        run.loop.listeners = list(self._checks)
         with ExitStack() as stack:
             stack.enter_context(run)
             for check in self._checks:
@@ -118,8 +115,7 @@ class Examination:
 
     def _add(self, finding: Finding, *, skipped: bool = False) -> None:
         """Add a finding of a check, with an untested fix."""
-        modules = self.run.modules
-        finding.fix = recommendation(finding, modules.region, modules.model, modules.policy)
+        finding.fix = recommendation(finding, self.run.modules)
         if not self.report.add(finding, skipped=skipped):
             return
         self._new_nonfinite |= not skipped and finding.check in ("nonfinite", "data") and finding.grade == "error"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -42,7 +43,6 @@ class Place:
     phase: str = ""  # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
     backward_of: str = ""  # in backward, the forward operator
     call: int = 0  # number of the module's call in the step, from 1; 0 if unknown
-    index: int = -1  # in the order of execution
     dtype: str = ""  # of the result
     shape: tuple[int, ...] = ()
     called_from: tuple[str, int] = ("", 0)  # file and line of the script that led there, if it is another file
@@ -177,14 +177,15 @@ class Finding:
         when = f"step {self.step}" if self.last <= self.step else f"steps {self.step}-{self.last}"
         micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
         head = ": ".join(filter(None, (str(self.place), f"{self.what} in {when}{micro_batch}")))
-        details = [("cause", "; ".join(filter(None, (self.cause.text, self.elements))))]
-        details.append(("inputs", ", ".join([each.text for each in self.inputs[:3]])))
-        if len(self.inputs) > 3:
-            details[-1] = "inputs", f"{details[-1][1]}, {len(self.inputs) - 3} more"
-        details.append(("producer", "" if self.producer is None else str(self.producer)))
-        details.append(("fix" if self.fix.verified else "untested", self.fix.code))
-        details.append(("verified", self.fix.result if self.fix.verified else ""))
-        details += [("tried", f"without success: {each}") for each in self.fix.tried]
+        more = f", {len(self.inputs) - 3} more" if len(self.inputs) > 3 else ""
+        details = [
+            ("cause", "; ".join(filter(None, (self.cause.text, self.elements)))),
+            ("inputs", ", ".join([each.text for each in self.inputs[:3]]) + more),
+            ("producer", str(self.producer or "")),
+            ("fix" if self.fix.verified else "untested", self.fix.code),
+            ("verified", self.fix.result),
+            *(("tried", f"without success: {each}") for each in self.fix.tried),
+        ]
         lines = _wrapped(f"{self.grade}: {head}", "  ", width)
         for label, text in details:
             if text:
@@ -193,28 +194,18 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of the JSON."""
-        made = self.producer
+        own = {key: value for key, value in vars(self).items() if not isinstance(value, (Cause, Fix, Place, tuple))}
         return {
-            "grade": self.grade,
-            "check": self.check,
-            "kind": self.kind,
-            "what": self.what,
-            "cause": self.cause.text,
-            **{key: getattr(self.place, key) for key in ("file", "line", "op", "module", "phase", "backward_of")},
-            "called_from": list(self.place.called_from),
-            "producer": None if made is None else {key: getattr(made, key) for key in ("file", "line", "op", "module")},
+            **own,
+            **vars(self.place),
             "fix": self.fix.code,
             "verified": self.fix.verified,
             "result": self.fix.result,
-            "tried": list(self.fix.tried),
-            "elements": self.elements,
+            "tried": self.fix.tried,
+            "kind": self.kind,
+            "cause": self.cause.text,
             "inputs": [each.text for each in self.inputs],
-            "parameter": self.parameter,
-            "micro_batch": self.micro_batch,
-            "scale": self.scale,
-            "step": self.step,
-            "last": self.last,
-            "times": self.times,
+            "producer": None if self.producer is None else vars(self.producer),
         }
 
 
@@ -290,25 +281,25 @@ class Report:
     def text(self, width: int | None = None) -> str:
         """Return the report as text, in lines of at most `width` characters."""
         rank = f"rank {self.rank}: " if self.rank is not None else ""
-        lines = _wrapped(_COMPILED, "  ", width) if self.compiled else []
-        if self.incomplete:
-            lines += _wrapped(f"{rank}the run did not reach its end: {self.incomplete}", "  ", width)
+        before = [_COMPILED] if self.compiled else []
+        before += [f"{rank}the run did not reach its end: {self.incomplete}"] if self.incomplete else []
+        findings: list[str] = []
         for finding in self.ranked():
             first, *rest = finding.lines(None if width is None else width - len(rank))
-            lines += [rank + first, *rest]
+            findings += [rank + first, *rest]
         counts = [(grade, sum(each.grade == grade for each in self.findings)) for grade in GRADES]
         found = ", ".join(_counted(count, grade) for grade, count in counts if count)
         nothing = "no problems found" if self.trains_as_well else "no findings"
-        checked = f"checked {self.operators} operators in {_counted(self.steps, 'step')}"
-        lines.append(f"{rank}{checked}: {found or nothing}")
+        after = [f"checked {self.operators} operators in {_counted(self.steps, 'step')}: {found or nothing}"]
         if self.skips:
-            last = f"the last in step {self.last_skip}"
-            lines.append(f"{rank}the scaler skipped {self.skips} of {self.steps} steps, {last}")
-        if self.comparison:
-            lines += _wrapped(f"{rank}{self.comparison}", "  ", width)
-        for text in self.not_checked:
-            lines += _wrapped(f"{rank}not checked: {text}", "  ", width)
-        return "\n".join(lines)
+            after.append(f"the scaler skipped {self.skips} of {self.steps} steps, the last in step {self.last_skip}")
+        after += [self.comparison] if self.comparison else []
+        after += [f"not checked: {text}" for text in self.not_checked]
+
+        def wrapped(texts: Iterable[str]) -> list[str]:
+            return [line for text in texts for line in _wrapped(text, "  ", width)]
+
+        return "\n".join([*wrapped(before), *findings, *wrapped(rank + text for text in after)])
 
     def __str__(self) -> str:
         return self.text(terminal_width())

@@ -7,34 +7,26 @@ trainings of a script, each in a process of its own.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
 import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
-from ampkit.debugging.changes import code_of, has_float8, inherits, policy_of, replaced_regions, wider, without_float8
+from ampkit.debugging.changes import PolicyChange
 from ampkit.debugging.finding import VERSION, plain
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.snapshot import TrainingSnapshot
-from ampkit.debugging.trials import Trial, move, run_script, run_task, smallest
-from ampkit.policy.module_paths import named_paths, unwrapped
+from ampkit.debugging.trials import NoResultError, move, run_script, smallest
 from ampkit.policy.policy import Policy
-from ampkit.policy.rules import Rule
-from ampkit.region.arguments import RegionSpec
 
-RULES = {f"fp8_{rule.value.removeprefix('float8_')}": rule for rule in Rule if rule.value.startswith("float8_")}
 _SMALLEST_GAP = 0.01  # a smaller one is not a finding
 # Pairs in all, and how many standard errors a gap must have: Student's t with one-sided errors of 2.5 and 1.25%. So if
 # the true gap is 0, both rounds together find one in 4% of the cases at most.
@@ -151,7 +143,7 @@ def rehearse(
     if rank() is not None:
         raise RuntimeError("rehearse runs in one process: ranks would decide separately how many steps to execute")
     before = TrainingSnapshot(model)
-    regions = Regions(policy, lambda paths: [model])
+    change = PolicyChange(None, policy=policy, model=model)
     start, extra = before, 0
 
     def losses(count: int, seed: int = 0) -> list[float]:
@@ -160,13 +152,13 @@ def rehearse(
         return [float(torch.as_tensor(loss).detach()) for loss in itertools.islice(steps(), count)]
 
     def train(kept: Sequence[str] | None, seed: int) -> list[float]:
-        with regions.entered(kept):
+        with replace(change, modules=kept).around():
             return losses(n_steps, seed)
 
     with before, torch.compiler.set_stance("force_eager"):
         observer = Observer(model)
         observer.on_state = before.add  # scalers too
-        with regions.entered(None), observer:
+        with change.around(), observer:
             first, again = losses(1), losses(1)
             if not (first and again):
                 raise ValueError("steps() yields nothing; expected the loss of each step")
@@ -177,10 +169,11 @@ def rehearse(
                 )
             extra = 2 + len(losses(warm_up) if warm_up else [])
             start = TrainingSnapshot(model, before.owners) if warm_up else before
-        report = compare(train, lambda: [path for path in leaf_paths([model]) if regions.can_keep(path)])
+        report = compare(train, lambda: change.leaves([model]))
     report.steps += extra
     if report.modules:
-        report.fix, report.policy = regions.code(report.modules), regions.without(regions.own, tuple(report.modules))
+        fix = replace(change, modules=report.modules)
+        report.fix, report.policy = fix.code, fix.changed_policy(fix.tested())
     return report
 
 
@@ -194,15 +187,16 @@ def compare(train: Train, paths: Callable[[], list[str]]) -> RehearsalReport:
     return report
 
 
+@dataclass
 class _Pairs:
     """Trainings in pairs, each of which is executed once."""
 
-    def __init__(self, train: Train, report: RehearsalReport) -> None:
-        self._train, self._report = train, report
-        self._losses: dict[tuple[tuple[str, ...] | None, int], float] = {}
+    train: Train
+    report: RehearsalReport
+    losses: dict[tuple[tuple[str, ...] | None, int], float] = field(default_factory=dict)
 
     def compare(self, paths: Callable[[], list[str]]) -> None:
-        report = self._report
+        report = self.report
         for pairs, n_errors in _ROUNDS:
             for count in range(report.pairs + 1, pairs + 1):
                 report.gap, report.error, report.threshold = self._gap((), count, n_errors)
@@ -211,7 +205,7 @@ class _Pairs:
             report.undecided = not report and (report.gap or 0.0) + 2 * report.error > _SMALLEST_GAP
             if not report.undecided:
                 break
-        if all(self._losses[None, seed] == self._losses[(), seed] for seed in range(1, report.pairs + 1)):
+        if all(self.losses[None, seed] == self.losses[(), seed] for seed in range(1, report.pairs + 1)):
             raise ValueError(
                 "the losses are the same in low precision and in the reference: nothing is computed in low precision. "
                 "Expected steps whose forward runs in an autocast region, and for FP8 linear layers whose sizes are "
@@ -223,12 +217,12 @@ class _Pairs:
 
     def _loss(self, kept: Sequence[str] | None, seed: int) -> float:
         key = None if kept is None else tuple(kept), seed
-        if key not in self._losses:
-            values = self._train(kept, seed)
-            self._report.steps += len(values)
+        if key not in self.losses:
+            values = self.train(kept, seed)
+            self.report.steps += len(values)
             is_finite = bool(values) and all(map(math.isfinite, values))
-            self._losses[key] = statistics.mean(values[len(values) // 2 :]) if is_finite else math.inf
-        return self._losses[key]
+            self.losses[key] = statistics.mean(values[len(values) // 2 :]) if is_finite else math.inf
+        return self.losses[key]
 
     def _gap(self, kept: Sequence[str], pairs: int, n_errors: float) -> tuple[float, float, float]:
         """Return the gap, its standard error, and the smallest gap that is outside of it.
@@ -240,11 +234,11 @@ class _Pairs:
         references = [self._loss(None, seed) for seed in seeds]
         if not all(map(math.isfinite, references)):
             raise ValueError("the loss of the reference is not finite: `ampkit debug train.py` finds the cause")
-        self._report.loss = abs(statistics.mean(references)) or 1.0
+        self.report.loss = abs(statistics.mean(references)) or 1.0
         differences = [self._loss(kept, seed) - reference for seed, reference in zip(seeds, references, strict=True)]
         if not all(map(math.isfinite, differences)):
             return math.inf, 0.0, _SMALLEST_GAP
-        scaled = [math.asinh(difference / self._report.loss) for difference in differences]
+        scaled = [math.asinh(difference / self.report.loss) for difference in differences]
         mean = statistics.mean(scaled)
         error = statistics.stdev(scaled) / math.sqrt(pairs) if pairs > 1 else 0.0
         return math.sinh(mean), error * math.cosh(mean), max(math.sinh(min(n_errors * error, 700.0)), _SMALLEST_GAP)
@@ -252,134 +246,30 @@ class _Pairs:
     def _closes(self, kept: Sequence[str]) -> bool:
         remaining, _, threshold = self._gap(kept, *_ROUNDS[0])
         _print(f"without {', '.join(kept) if len(kept) < 4 else f'{len(kept)} modules'}: {_percent(remaining)}")
-        return remaining <= threshold and remaining < (self._report.gap or 0.0) / 2
+        return remaining <= threshold and remaining < (self.report.gap or 0.0) / 2
 
 
 def _print(text: str) -> None:
     print(f"rehearse: {text}", file=sys.stderr, flush=True)
 
 
-def leaf_paths(models: Iterable[Module]) -> list[str]:
-    """Return the paths of modules without children, the ones with the fewest parameters first."""
-    leaves = [(path, each) for model in models for path, each in named_paths(model) if path and not [*each.children()]]
-    return [path for path, each in sorted(leaves, key=lambda leaf: sum(p.numel() for p in leaf[1].parameters()))]
-
-
-class Regions:
-    """The regions of a rehearsal, under the policy without some modules, and in the reference.
-
-    `policy` is tested instead of the regions' policies, `rule` for linear layers in addition to them; None: as they
-    are. `models` returns the models that have modules at some paths.
-    """
-
-    def __init__(
-        self, policy: Policy | None, models: Callable[[Sequence[str]], list[Module]], rule: Rule | None = None
-    ) -> None:
-        self._policy, self._models, self._rule = policy, models, rule
-        self._first: RegionSpec | None = None  # region of the steps
-        # Policies are made once: regions are entered in each step.
-        self.without, self._without_float8 = functools.cache(self._made_without), functools.cache(without_float8)
-        self._with_rule = functools.cache(lambda given: given.with_rules({"aten::linear": rule}) if rule else given)
-
-    @property
-    def own(self) -> Policy:
-        """The policy that is tested, in the program's first region."""
-        return Policy.default("cpu") if self._first is None else self._tested(self._first)
-
-    @property
-    def float8(self) -> bool:
-        """Whether FP8 is tested, against 16 bits; otherwise 16 bits against float32."""
-        return has_float8(self.own)
-
-    def entered(self, kept: Sequence[str] | None) -> AbstractContextManager[None]:
-        """Return a context in which the program's regions have the policy without `kept`; None: the reference."""
-
-        def replace(spec: RegionSpec) -> RegionSpec:
-            if self._policy is not None and self._policy.device_type != spec.device_type:
-                return spec
-            if self._first is None and spec.enabled:
-                self._first = spec
-            if inherits(spec) and (kept is not None or self.float8):
-                return spec
-            if kept is not None:
-                return spec._replace(policy=self.without(self._tested(spec), tuple(kept)))
-            if self.float8:
-                return spec._replace(policy=self._without_float8(self._tested(spec)))
-            return spec._replace(enabled=False)
-
-        return replaced_regions(replace)
-
-    def can_keep(self, path: str) -> bool:
-        """Return whether there is a module at a path, and the policy has no rule for it."""
-        with contextlib.suppress(ValueError):
-            return self.without(self.own, (path,)) != self.own
-        return False
-
-    def code(self, kept: Sequence[str]) -> str:
-        """Return the code of the policy that is tested without some modules."""
-        given = self._policy or (None if self._first is None else self._first.policy)
-        rules = "" if self._rule is None else f'.with_rules({{"aten::linear": {self._rule}}})'
-        return code_of(given, self.own.device_type, kept, wider(self.own, float8=self.float8), rules)
-
-    def _tested(self, spec: RegionSpec) -> Policy:
-        return self._with_rule(self._policy or policy_of(spec))
-
-    def _made_without(self, policy: Policy, kept: tuple[str, ...]) -> Policy:
-        """Return a policy without some modules. Raises `ValueError` if it has a rule for one of them already."""
-        value = wider(policy, float8=has_float8(policy))
-        for model in self._models(kept) if kept else ():
-            policy = policy.for_modules(model, dict.fromkeys(kept, value))
-        return policy
-
-
-# --- a script
-
-
 def rehearse_script(script: Sequence[str], against: str | None, n_steps: int) -> RehearsalReport:
-    """Rehearse a script, given with its arguments, each training of which runs in a fresh process.
+    """Rehearse a script, given with its arguments, each training of which runs in a process of its own.
 
     Raises:
-        RuntimeError: with the end of the script's errors, if it does not come to a result.
+        NoResultError: with the reason, if the script does not come to a result.
     """
-    backwards: int | None = None  # steps that a scaler skips do not change calls of backward
+    if n_steps < 1:
+        raise ValueError(f"--steps is {n_steps}; expected 1 or more")
+    results: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    def run(kept: Sequence[str] | None, seed: int) -> dict[str, Any]:
-        nonlocal backwards
-        steps = n_steps if backwards is None else None
-        task = {"against": against, "kept": kept, "seed": seed, "steps": steps, "backwards": backwards}
-        result = run_script(script, task, "rehearse")
-        if result["why"]:
-            raise RuntimeError(result["why"])
-        if not result["all"]:
-            raise RuntimeError("the script calls no backward; expected a script that trains")
-        backwards = backwards or len(result["all"])
-        results.append(result)
-        return result
+    def train(kept: Sequence[str] | None, seed: int) -> list[float]:
+        result = run_script(script, PolicyChange(kept, against or ""), seed, steps=n_steps)
+        if result["why"] or not result["all"]:
+            raise NoResultError(result["why"] or "the script calls no backward; expected a script that trains")
+        results[tuple(kept or ())] = result
+        return [float(loss) for loss in result["all"]]
 
-    results: list[dict[str, Any]] = []
-    report = compare(
-        lambda kept, seed: [float(loss) for loss in run(kept, seed)["all"]], lambda: list(results[-1]["paths"])
-    )
-    report.fix = run(report.modules, 1)["code"] if report.modules else ""
+    report = compare(train, lambda: results[()]["leaves"])
+    report.fix = results[tuple(report.modules)]["code"] if report.modules else ""
     return report
-
-
-def run_training(
-    task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str], stop: Callable[[], None]
-) -> None:
-    """Execute a training of `rehearse_script` in this process, see `run_task`."""
-    regions = Regions(None, _models, RULES[task["against"]] if task["against"] else None)
-
-    def result(trial: Trial) -> dict[str, Any]:
-        paths = [path for path in leaf_paths(trial.modules.roots()) if regions.can_keep(path)]
-        return {"paths": paths, "code": regions.code(task["kept"] or ())}
-
-    run_task(task, run, stop, regions.entered(task["kept"]), result)
-
-
-def _models(paths: Sequence[str]) -> list[Module]:
-    """Return the outermost modules of this process that have modules at these paths."""
-    modules = [each for each in gc.get_objects() if isinstance(each, Module)]
-    having = [each for each in modules if set(paths) <= {path for path, _ in named_paths(each) if path}]
-    inside = {inner for each in having for inner in each.modules() if inner is not each}
-    return [each for each in having if each not in inside and unwrapped(each) is each]

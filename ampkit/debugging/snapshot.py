@@ -68,13 +68,8 @@ class TrainingSnapshot:
                 self._tensors[tensor] = tensor.detach().clone(), None if gradient is None else gradient.clone()
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that were added or have stepped."""
-        return list(self._optimizers)
-
-    @property
     def owners(self) -> list[Any]:
-        """Optimizers and other objects whose state is copied."""
+        """The optimizers and other objects that were added, and the optimizers that have stepped."""
         return [*self._optimizers, *(owner for owner, _ in self._others.values())]
 
     @torch.no_grad()

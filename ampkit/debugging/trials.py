@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,17 +25,18 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampkit.debugging.changes import Change, Clipping, LearningRate, LineChange, LossScale, NoCache
+from ampkit.debugging.changes import Change, Clipping, LearningRate, LineChange, LossScale, NoCache, PolicyChange
 from ampkit.debugging.finding import Losses, plain
 from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
 from ampkit.debugging.observe.training_loop import TrainingLoop
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.gradients.collect import parameters as parameters_of
 
+_KINDS: tuple[Any, ...] = (PolicyChange, LineChange, LossScale, NoCache, LearningRate, Clipping)
 _MORE_STEPS = 26  # of a step function, while a loss scale settles
 _START = 60.0  # seconds that a process may take to start and to end
 
-Attempt = Callable[[Change | None, int, Iterable[int]], Losses | str]
+Attempt = Callable[[Change | None, int, Collection[int]], Losses | str]
 """`attempt(change, seed, skips)` returns the losses of a training with a change, or why there are none. For `seed` and
 `skips` see `Trial`."""
 
@@ -45,38 +47,34 @@ class NoResultError(RuntimeError):
     """A process that runs a script ended without a result."""
 
 
+class StoppedError(BaseException):
+    """Ends a script whose run has reached its limit. Not an `Exception`, so that the script does not catch it."""
+
+
+@dataclass
 class Trial:
     """Context that records the loss of each backward, and moves the weights at the first step of each optimizer.
 
     The losses of a step whose gradients are not finite when the optimizer runs are recorded as NaN.
 
-    Args:
-        stop: ends the training; called after `steps` iterations, `backwards` calls of backward or `seconds`, if given.
-        seed: seed of the change of the weights; 0: no change.
-        skips: numbers of iterations whose optimizer steps have no effect: a scaler skips them without the change.
+    Raises:
+        StoppedError: after `steps` iterations or `seconds`.
     """
 
-    def __init__(
-        self,
-        stop: Callable[[], None],
-        *,
-        seed: int = 0,
-        skips: Iterable[int] = (),
-        steps: int | None = None,
-        backwards: int | None = None,
-        seconds: float | None = None,
-    ) -> None:
+    seed: int = 0  # of the change of the weights; 0: no change
+    skips: Collection[int] = ()  # iterations whose optimizer steps have no effect: a scaler skips them without a change
+    steps: float = math.inf
+    seconds: float = math.inf
+    losses: Losses = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.all: list[float] = []  # losses in the order of the calls of backward
-        self.losses: Losses = {}
         self.updates = 0  # steps of optimizers
-        self.modules = ModuleCalls(None)
-        self._stop, self._seed, self._steps, self._backwards = stop, seed, steps, backwards
-        self._end = None if seconds is None else time.monotonic() + seconds
-        self._moved: list[Optimizer] = []
-        self._skips, self._before = frozenset(skips), list[tuple[Tensor, Tensor]]()
-        self._is_new = False  # the optimizer has no state yet
-        self.loop = TrainingLoop()
+        self.modules, self.loop = ModuleCalls(None), TrainingLoop()
         self.loop.listeners, self.loop.step_starts, self.loop.step_ended = [self], self._starts, self._ended
+        self._end = time.monotonic() + self.seconds
+        self._moved: list[Optimizer] = []
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # of a step that is skipped
         self._open = ExitStack()
 
     def __enter__(self) -> Trial:
@@ -89,44 +87,38 @@ class Trial:
 
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Record a loss. Called by the training loop."""
-        self._stop_after_steps()  # a scaler may have skipped the last one
+        self._stop_at_end()  # a scaler may have skipped the last step
         scaler = self.loop.scaler
         scale = scaler.get_scale() if self.loop.loss_is_scaled and scaler is not None else 1.0
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
         self.all.append(float(loss.detach().sum()) / scale)
         self.losses.setdefault(find_caller(1).line(), {})[self.loop.iterations.number] = self.all[-1]
         yield
-        if len(self.all) == self._backwards:
-            self._stop()
 
     def _starts(self, optimizer: Optimizer, closure: bool) -> None:
-        parameters = parameters_of(optimizer)
+        step, parameters = self.loop.iterations.number, parameters_of(optimizer)
         gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):
             for losses in self.losses.values():
-                losses |= {step: float("nan") for step in losses if step == self.loop.iterations.number}
+                losses |= {step: math.nan} if step in losses else {}
         if not any(each is optimizer for each in self._moved):
             self._moved.append(optimizer)
-            move(parameters, self._seed)
-        if self.loop.iterations.number in self._skips:
-            state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-            self._before = [(each, each.detach().clone()) for each in (*parameters, *state)]
-            self._is_new = not optimizer.state
+            move(parameters, self.seed)
+        if step in self.skips:
+            self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None  # so the optimizer changes neither weights nor moments
 
-    @torch.no_grad()
     def _ended(self, optimizer: Optimizer) -> None:
-        self.updates += not self._before
-        for tensor, value in self._before:
-            tensor.copy_(value)
-        if self._before and self._is_new:
-            optimizer.state.clear()
-        self._before = []
-        self._stop_after_steps()
+        self.updates += not self._gradients
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+        self._stop_at_end()
 
-    def _stop_after_steps(self) -> None:
-        is_last = self._steps is not None and self.loop.iterations.number >= self._steps
-        if is_last or (self._end is not None and time.monotonic() > self._end):
-            self._stop()
+    def _stop_at_end(self) -> None:
+        if self.loop.iterations.number >= self.steps or time.monotonic() > self._end:
+            raise StoppedError
 
 
 @torch.no_grad()
@@ -155,6 +147,10 @@ def smallest(items: list[T], closes: Callable[[Sequence[T]], bool]) -> list[T]:
     return items
 
 
+def _around(change: Change | None) -> AbstractContextManager[Any]:
+    return nullcontext() if change is None else change.around()
+
+
 # --- a step
 
 
@@ -166,13 +162,17 @@ def step_attempt(step: Callable[[], Any], model: Module, snapshot: TrainingSnaps
 
     settling: set[int] = set()  # steps that the scaler skips without a change
 
-    def attempt(change: Change | None, seed: int, skips: Iterable[int]) -> Losses | str:
-        trial = Trial(lambda: None, seed=seed, skips=settling if change is not None else ())
-        around = nullcontext() if change is None else change.around()
+    def attempt(change: Change | None, seed: int, skips: Collection[int]) -> Losses | str:
+        trial = Trial(seed, skips=settling if change is not None else ())
         is_finite = True
         try:
-            with warnings.catch_warnings(), snapshot, torch.compiler.set_stance("force_eager"), around, trial:
-                warnings.simplefilter("ignore")  # the step's own run has shown them
+            with (
+                warnings.catch_warnings(action="ignore"),  # the step's own run has shown them
+                snapshot,
+                torch.compiler.set_stance("force_eager"),
+                _around(change),
+                trial,
+            ):
                 for _ in range(n_steps + _MORE_STEPS):
                     step()
                     if not trial.loop.optimizers:
@@ -199,15 +199,13 @@ def script_attempt(command: Sequence[str], steps: int, seconds: float, *, may_fa
 
     Args:
         command: the script and its arguments.
-        steps: the iterations after which a run ends; 0: at the script's end.
+        steps: the iterations after which a run ends, if not 0.
         seconds: the seconds after which a run ends.
         may_fail: whether the losses count of a run that fails.
     """
 
-    def attempt(change: Change | None, seed: int, skips: Iterable[int]) -> Losses | str:
-        limits = {"steps": steps or None, "seconds": seconds}
-        task = {"change": to_json(change), "seed": seed, "skips": list(skips), **limits}
-        result = run_script(command, task, timeout=seconds + _START)
+    def attempt(change: Change | None, seed: int, skips: Collection[int]) -> Losses | str:
+        result = run_script(command, change, seed, skips=list(skips), steps=steps or math.inf, seconds=seconds)
         if result["why"] and not may_fail:
             return str(result["why"])
         return {(file, line): {step: float(loss) for step, loss in losses} for file, line, losses in result["losses"]}
@@ -215,20 +213,19 @@ def script_attempt(command: Sequence[str], steps: int, seconds: float, *, may_fa
     return attempt
 
 
-def run_script(
-    command: Sequence[str], task: dict[str, Any], *options: str, timeout: float | None = None
-) -> dict[str, Any]:
+def run_script(command: Sequence[str], change: Change | None, seed: int, **limits: Any) -> dict[str, Any]:
     """Run a script in a process of its own, and return the result that `run_task` writes.
 
-    Raises:
-        NoResultError: with the end of the script's errors.
+    `limits` are arguments of `Trial`. Raises `NoResultError` with the end of the script's errors.
     """
+    kind = None if change is None else [type(change).__name__, {k: v for k, v in vars(change).items() if k[0] != "_"}]
+    timeout = limits["seconds"] + _START if "seconds" in limits else None
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        arguments = [*options, "--task", json.dumps({"out": str(out), **task}), *command]
+        task = json.dumps({"out": str(out), "change": kind, "limits": {"seed": seed, **limits}})
         try:
             ended = subprocess.run(
-                [sys.executable, "-m", "ampkit", "debug", *arguments],
+                [sys.executable, "-m", "ampkit", "debug", "--task", task, *command],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -247,34 +244,17 @@ def run_script(
     return result
 
 
-def run_task(
-    task: dict[str, Any],
-    run: Callable[[AbstractContextManager[Any]], str],
-    stop: Callable[[], None],
-    around: AbstractContextManager[Any],
-    result: Callable[[Trial], dict[str, Any]] = lambda trial: {},
-) -> None:
+def run_task(task: dict[str, Any], run: Callable[[AbstractContextManager[Any]], str]) -> None:
     """Execute a training of `run_script` in this process, and write its result.
 
-    `run` runs the script under a context and returns why it did not reach its end, if it did not; `stop` ends it.
+    `run` runs the script under a context and returns why it did not reach its end; "" if it did or was stopped.
     """
-    limits = {name: task.get(name) for name in ("steps", "backwards", "seconds")}
-    trial = Trial(stop, seed=task["seed"], skips=task.get("skips", ()), **limits)
-    with around, torch.compiler.set_stance("force_eager"):
-        why = run(trial)
-        losses = [(*site, list(losses.items())) for site, losses in trial.losses.items()]
-        content = {"why": why, "all": trial.all, "losses": losses, **result(trial)}
-    Path(task["out"]).write_text(json.dumps(plain(content)), encoding="utf-8")
-
-
-def to_json(change: Change | None) -> dict[str, Any] | None:
-    """Return a change as a part of a task; None for none."""
-    return None if change is None else {"kind": type(change).__name__, **vars(change)}
-
-
-def applied(data: dict[str, Any] | None) -> AbstractContextManager[Any]:
-    """Return the context that applies the change of a task; an empty one without."""
-    if data is None:
-        return nullcontext()
-    kinds: dict[str, Any] = {each.__name__: each for each in (LineChange, LossScale, NoCache, LearningRate, Clipping)}
-    return kinds[data.pop("kind")](**data).around()
+    kind, values = task["change"] or (None, {})
+    change = next((each(**values) for each in _KINDS if each.__name__ == kind), None)
+    trial = Trial(**task["limits"])
+    with _around(change), torch.compiler.set_stance("force_eager"):
+        result: dict[str, Any] = {"why": run(trial), "all": trial.all}
+    result["losses"] = [(*site, list(losses.items())) for site, losses in trial.losses.items()]
+    if isinstance(change, PolicyChange):
+        result |= {"code": change.code, "leaves": change.leaves(trial.modules.roots())}
+    Path(task["out"]).write_text(json.dumps(plain(result)), encoding="utf-8")

@@ -58,6 +58,21 @@ def test_a_script_that_is_no_python_is_an_error_of_the_script(script: Path, caps
     assert "the script failed with SyntaxError" in out
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_script_that_changes_the_folder_runs_again(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(f"import os\nos.chdir('/')\n{SCRIPT.replace('.sum()', '.bfloat16().sum()')}")
+    assert main(["debug", "train.py"]) == 0
+    assert "trains as well in float32: the loss differs by " in capsys.readouterr().out
+
+
+def test_a_script_that_trains_in_other_processes_is_inconclusive(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("print('its processes train')\n")
+    assert main(["debug", "train.py"]) == 3
+    assert "the script ended without a training step in this process, and no operator" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("tool", [[], ["rehearse"]], ids=["examination", "rehearse"])
 def test_only_the_script_is_required(tool: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -52,7 +52,7 @@ def test_an_optimizer_that_a_step_makes_is_freed() -> None:
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        assert snapshot.optimizers == [optimizer]
+        assert snapshot.owners == [optimizer]
         del optimizer
         gc.collect()
-        assert snapshot.optimizers == []
+        assert snapshot.owners == []
