@@ -93,6 +93,33 @@ def critic_without_scaling(cls: Any) -> None:
         scaler.update()
 
 
+def gradients_of_tasks(cls: Any) -> None:
+    """As in gradient surgery: gradients of each task are cleared after they are copied, and then combined."""
+    model, optimizer, _ = parts()
+    for _ in range(4):
+        tasks: list[list[Tensor]] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            tasks.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for p, *gradients in zip(model.parameters(), *tasks, strict=True):
+            p.grad = torch.stack(gradients).mean(0)
+        optimizer.step()
+
+
+def adversarial_examples(cls: Any) -> None:
+    """The gradients of the input are used; the last ones train."""
+    model, optimizer, _ = parts()
+    for _ in range(4):
+        x = torch.randn(4, 8, requires_grad=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            assert x.grad is not None
+            x = (x + 0.1 * x.grad.sign()).detach().requires_grad_()
+        optimizer.step()
+
+
 def layers_one_by_one(cls: Any) -> None:
     """Each with an optimizer and a loss of its own."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
@@ -139,6 +166,8 @@ LOOPS: list[Callable[[], None]] = [
             keywords_and_sparse_gradients,
             wrapped_optimizer,
             critic_without_scaling,
+            gradients_of_tasks,
+            adversarial_examples,
             layers_one_by_one,
         )
     ),

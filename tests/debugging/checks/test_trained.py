@@ -19,7 +19,7 @@ from ampkit.debugging import Examination
 from ampkit.debugging.finding import Finding
 from tests.debugging.models import mlp
 
-CHECKS = ("trained", "unchanged", "clipping")
+CHECKS = ("trained", "unchanged", "clipping", "loop order")
 Program = Callable[[], Any]
 
 
@@ -57,15 +57,13 @@ def line_of(text: str) -> int:
 
 
 class Hidden(nn.Module):
-    def __init__(self, tensor: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.layers = {"a": [nn.Linear(4, 4)]}  # hidden layer
-        self.scale = torch.ones(4, requires_grad=True)  # hidden tensor
-        self.tensor = tensor
+        self.layers = {"a": [nn.Linear(4, 4)]}  # hidden
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) * self.scale if self.tensor else self.layers["a"][0](self.first(x))
+        return self.layers["a"][0](self.first(x))
 
 
 class InForward(nn.Module):
@@ -116,8 +114,8 @@ def part(last: bool) -> None:
     train(model, SGD((model.second if last else model.first).parameters(), 0.1))  # part
 
 
-def hidden(tensor: bool) -> None:
-    model = Hidden(tensor)
+def hidden() -> None:
+    model = Hidden()
     train(model, SGD(model.parameters(), 0.1))
 
 
@@ -143,6 +141,30 @@ class Cut(nn.Module):
 
 def without_autograd(data: bool) -> None:
     model = Cut(data)
+    train(model, SGD(model.parameters(), 0.1))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class OnTower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Tower(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))  # tower
+
+
+def decorated() -> None:
+    model = OnTower()
     train(model, SGD(model.parameters(), 0.1))
 
 
@@ -241,10 +263,10 @@ FAULTS: dict[str, tuple[Program, str, str]] = {
     "copied": (copied, "error not held", "0.weight, 0.bias, and no optimizer uses them"),
     "not held": (not_held, "error not held", "weight, bias, and no optimizer"),
     "part": (lambda: part(False), "error not held", "second.weight, second.bias, and no optimizer"),
-    "hidden layer": (lambda: hidden(False), "error hidden", "Hidden.layers['a'][0].weight, Hidden.layers['a'][0].bias"),
-    "hidden tensor": (lambda: hidden(True), "error hidden", "Hidden.scale"),
+    "hidden": (hidden, "error hidden", "of float32[4, 4], float32[4], and no optimizer uses them"),
     "in forward": (in_forward, "error made in forward", "a parameter, float32[4, 4], is made in each forward"),
-    "no grad": (lambda: without_autograd(False), "error no autograd", "of layers.0.weight, layers.0.bias is missing"),
+    "no grad": (lambda: without_autograd(False), "note no autograd", "of layers.0.weight, layers.0.bias is missing"),
+    "tower": (decorated, "error no autograd", "of first.layer.weight, first.layer.bias is missing"),
     "data": (lambda: without_autograd(True), "error no autograd", "of layers.0.weight, layers.0.bias is missing"),
     "without gradients": (without_gradients, "error no gradients", "float32[3, 4], float32[3]"),
     "unused layers": (unused_layers, "note no gradient", "float32[3, 4], float32[3], float32[3, 4] and 1 more"),
