@@ -17,7 +17,6 @@ from ampkit.debugging.observe.tensor_values import extremes, largest_finite
 from ampkit.debugging.torch_private import is_opaque
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
-_CHECKED_CALLS = 3  # calls of a line that are checked; then one of 64
 _MAX_ELEMENTS = 4096  # the most elements whose values are compared
 _MANY = 32  # values that are expected to differ
 _CASTS = frozenset({"_to_copy", "copy"})
@@ -32,7 +31,6 @@ class Casts(Check):
 
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
-        self._calls: dict[tuple[int, int], int] = {}
         self._coarse: StorageMap[bool] = StorageMap()  # results that lie on few numbers
 
     def operator_ran(self, call: Call) -> None:
@@ -44,8 +42,7 @@ class Casts(Check):
         is_real = output.dtype.is_floating_point or output.is_complex()
         is_integer = not is_real and output.dtype not in (torch.bool, torch.int64)
         if base in _CASTS or base in _RANGES or (base in _ARITHMETIC and is_integer and output.itemsize <= 2):
-            calls = self._calls[call.site] = self._calls.get(call.site, 0) + 1
-            if calls > _CHECKED_CALLS and calls % 64:
+            if not self.is_chosen(call.site):
                 return
             source = next((each for each in call.tensors[::-1] if each is not output), None) if base in _CASTS else None
             if base == "cumsum":

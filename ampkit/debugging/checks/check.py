@@ -24,6 +24,7 @@ from ampkit.debugging.torch_private import is_opaque
 
 Add = Callable[..., None]
 """`add(finding)`; `add(finding, skipped=True)` if a scaler skips the step because of it."""
+_CHECKED_CALLS = 3
 
 
 class Check:
@@ -40,6 +41,12 @@ class Check:
 
     def __init__(self, run: Observer, add: Add) -> None:
         self.run, self.add = run, add
+        self._calls: dict[Any, int] = {}
+
+    def is_chosen(self, line: Any) -> bool:
+        """Count a call of a line, and return whether it is checked: the first few are, and then one of 64."""
+        calls = self._calls[line] = self._calls.get(line, 0) + 1
+        return calls <= _CHECKED_CALLS or calls % 64 == 0
 
     def found(self, at: Call | Place, grade: Grade, cause: Cause, what: str, fix: str, **fields: Any) -> None:
         """Add a finding of this step."""

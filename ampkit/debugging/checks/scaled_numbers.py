@@ -31,7 +31,6 @@ from ampkit.gradients.collect import parameters as parameters_of
 
 _FIX = "divide by scaler.get_scale() before this line; for gradients in .grad: scaler.unscale_(optimizer)"
 _SMALLEST_SCALE = 256.0  # smaller scales cannot be distinguished from other numbers of the code
-_CHECKED_CALLS = 3  # calls of a line that run again; then one of 64
 _NEGLIGIBLE = 1e-2  # share of a result that a constant, such as an eps, may add
 _UNKNOWN = math.nan  # a degree
 _IS_FINITE = "isfinite|isnan|isinf"  # a line that reads a number for this may read a scaled one
@@ -55,7 +54,7 @@ class ScaledNumbers(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._scaled: StorageMap[_Scaled] = StorageMap()
-        self._known: dict[Any, tuple[int, float]] = {}  # calls of a line, and the degree of their results
+        self._known: dict[Any, float] = {}  # the degree of the results of a line
         self._reads: dict[tuple[int, int], tuple[Place, str, int]] = {}
         self._scale = 0.0  # 0: nothing is scaled
         self._scale_is_read = False  # by the program, which may divide by it
@@ -147,15 +146,14 @@ class ScaledNumbers(Check):
         if not (by_user or is_sum) or not can_run_again(call.op, call.args, call.kwargs):
             return max(inputs, key=abs)
         key = (call.site if by_user else None, call.op.name, *inputs)
-        times, degree = self._known.get(key, (0, _UNKNOWN))
-        if times < _CHECKED_CALLS or times % 64 == 0:
+        if self.is_chosen(key):
             new, evidence = self._computed(call, inputs)
             if evidence and by_user:
                 what = "numbers that carry the loss scale are combined with numbers that do not"
                 self.found(call, "error", Cause("scaled", evidence), what, _FIX)
-            degree = (0.0 if is_sum else _UNKNOWN) if evidence else degree if new is None else new
-        self._known[key] = times + 1, degree
-        return degree
+            if evidence or new is not None:
+                self._known[key] = new if new is not None else 0.0 if is_sum else _UNKNOWN
+        return self._known.get(key, _UNKNOWN)
 
     def _computed(self, call: Call, inputs: list[float]) -> tuple[float | None, str]:
         """Return the degree of the first result by running a call twice, and how the results differ if none fits.
