@@ -126,8 +126,9 @@ class Casts(Check):
         if output.dtype in SIXTEEN_BIT:
             coarse = [("note", output, low, high)]  # the same training in float32 shows whether it matters
         if call.op.base == "sub":
-            data = [each for each in call.tensors if each.is_floating_point() and each.numel() > 1]
-            coarse += [("precision loss", each, *extremes(each)) for each in data if not each.requires_grad]
+            for each in call.tensors:
+                if each.is_floating_point() and each.numel() > 1 and not each.requires_grad:
+                    coarse.append(("precision loss", each, *extremes(each)))
         known = any(self._coarse.get(each) for each in call.tensors)
         for grade, tensor, low, high in coarse:
             if not _is_coarse(tensor, low, high):

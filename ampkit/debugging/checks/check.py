@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def overridden(checks: Sequence[Check], name: str) -> list[Any]:
     return [getattr(each, name) for each in checks if getattr(type(each), name) is not getattr(Check, name)]
 
 
-def is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> TypeGuard[Tensor]:
     """Return whether it is a whole tensor that can be read, not None, sharded, sparse or empty."""
     return type(tensor) in (Tensor, Parameter) and not is_opaque(tensor) and tensor.numel() > 0
 

@@ -382,8 +382,9 @@ class LoopOrder(Check):
         step (as an average of clipped ones).
         """
         dropped = [times for place, times in state.dropped.items() if place in state.backwards]
-        is_used = closure or state.weights != [p._version for p in state.parameters]
-        is_used |= [key for key, _ in state.versions] != [key for key, _ in state.gradient_versions()]
+        versions = zip(state.versions, state.gradient_versions(), strict=False)
+        is_used = closure or any(last[0] != now[0] for last, now in versions)
+        is_used |= state.weights != [p._version for p in state.parameters]
         state.drops = state.drops + 1 if dropped and not is_used else 0
         if state.drops >= 2:
             self._add("zeroed often", state.dropped_at, times=max(dropped) + 1)

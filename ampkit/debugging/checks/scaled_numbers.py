@@ -73,7 +73,7 @@ class ScaledNumbers(Check):
         what = "gradients that do not carry the loss scale, all or in part, are divided by it"
         why = "here they lose it, or those of a loss that is not scaled are added; then the scaler divides them"
         if scaler.is_enabled():
-            self._check([p.grad for p in parameters_of(optimizer)], {0}, why, what)
+            self._check([p.grad for p in parameters_of(optimizer)], (0,), why, what)
         yield
 
     scaler_step = unscale

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Trained(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._made: StorageMap[_Made] = StorageMap()
-        self._leaves = WeakTensorKeyDictionary()  # a `_Leaf` for each
+        self._leaves: MutableMapping[Tensor, _Leaf] = WeakTensorKeyDictionary()
         self._lost: list[tuple[Tensor, _Leaf]] = []  # in several backward passes
         self._made_anew: dict[Caller, tuple[str, set[int]]] = {}  # parameters that a forward makes, and in which steps
         self._steps: dict[Optimizer, int] = {}
