@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,20 +73,21 @@ class ScaledNumbers(Check):
         what = "gradients that do not carry the loss scale, all or in part, are divided by it"
         why = "here they lose it, or those of a loss that is not scaled are added; then the scaler divides them"
         if scaler.is_enabled():
-            self._check([p.grad for p in parameters_of(optimizer)], (0,), why, what)
+            self._check([p.grad for p in parameters_of(optimizer)], lambda degree: degree == 0, why, what)
         yield
 
     scaler_step = unscale
 
     def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
         why = "gradients in it were not divided by the loss scale"
-        self._check(roots, (-1, 2, 3, 4), why, "the loss is multiplied by a power of the loss scale")
+        what = "the loss is multiplied by another power of the loss scale than 1"
+        self._check(roots, lambda degree: math.isfinite(degree) and degree not in (0, 1), why, what)
 
-    def _check(self, tensors: Sequence[Tensor | None], wrong: Sequence[float], why: str, what: str) -> None:
+    def _check(self, tensors: Sequence[Tensor | None], is_wrong: Callable[[float], bool], why: str, what: str) -> None:
         """Add a finding for the first of the tensors that has a wrong degree."""
         for tensor in tensors:
             known = None if tensor is None or is_opaque(tensor) else self._scaled.get(tensor)
-            if known is not None and known.degree in wrong:
+            if known is not None and is_wrong(known.degree):
                 self.found(known.made, "error", Cause("scaled", why), what, _FIX)
                 break
 
