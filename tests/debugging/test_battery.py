@@ -28,7 +28,6 @@ MISSING: dict[str, set[str]] = {
     "moving_average_of_weights": {"op", "line", "cause", "change"},
     "decay_in_bfloat16": {"op", "line", "cause", "change"},
     "average_of_a_bfloat16_model": {"op", "line", "cause", "change"},
-    "zeroed_for_each_micro_batch": {"line", "cause", "change"},  # gradients that are cleared between micro-batches
 }
 if not battery.NEWEST:  # before torch 2.15 it is aten::lift_fresh, which makes the number that is assigned
     MISSING |= {"an_infinity_assigned": {"op"}, "nan_where_a_mask_is_set": {"op"}}

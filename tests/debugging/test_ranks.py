@@ -92,13 +92,16 @@ def replicas(rank: int, world: int, program: str) -> list[tuple[str, str, int]]:
     with Examination(wrapped, checks=[Replicas]) as report:
         for step in range(9 if "ddp" in program or rank == 0 else 6):
             optimizer.zero_grad()
-            forward = model if "bypassed" in program else wrapped
+            forward = model if "bypassed" in program or "local" in program else wrapped
             forward(torch.randn(2, 4)).square().mean().backward()
             for p in model.parameters() if "averaged" in program and step < 6 else ():
                 dist.all_reduce(p.grad)
             if "written" in program and step == 3 and rank == 0:
                 next(model.parameters()).data[0, 0] += 1e-6
             optimizer.step()
+            for p in model.parameters() if "local" in program and step % 3 == 2 else ():
+                dist.all_reduce(p.data)
+                p.data /= world
     dist.barrier()  # the store belongs to rank 0
     with Examination(wrapped, checks=[Replicas]):
         pass
@@ -111,8 +114,9 @@ def replicas(rank: int, world: int, program: str) -> list[tuple[str, str, int]]:
         ("ddp", None),
         ("averaged", None),
         ("alone", None),
-        ("ddp bypassed", ("module.0.weight differs on ranks 0 and 1", "their gradients differ", 4)),
-        ("ddp written", ("module.0.weight differs on ranks 0 and 1", "their gradients are the same", 4)),
+        ("ddp local", None),  # local SGD: each rank takes steps of its own, and then parameters are averaged
+        ("ddp bypassed", ("module.0.weight differs on ranks 0 and 1", "their gradients differ", 1)),
+        ("ddp written", ("module.0.weight differs on ranks 0 and 1", "their gradients are the same", 3)),
         ("averaged initial", ("0.weight differs on ranks 0 and 1", "their gradients are the same", 0)),
     ],
 )

@@ -11,11 +11,11 @@
 | `StaleCasts` | casts older than their weight | `stale_casts` |
 | `StateInPlace` | float32 state that is rounded in place, or replaced | `state_in_place` |
 | `ScaledNumbers` | numbers that carry the loss scale, and are used as if they did not | `scaled_numbers` |
-| `Updates` | parameters whose gradient is 0, or whose 16-bit updates are rounded away | `updates` |
+| `Updates` | gradients that rounding makes 0, and 16-bit updates that are rounded away | `updates` |
 | `Unchanged` | steps that change nothing | `unchanged` |
 | `Trained` | gradients that no optimizer uses, and optimizers without gradients | `trained` |
 | `Clipping` | clipping of nothing | `clipping` |
-| `Replicas` | replicated parameters that differ on several ranks | `replicas` |
+| `Replicas` | replicated parameters that differ on several ranks, and not on purpose | `replicas` |
 | `Linearity` | custom functions whose gradient does not follow the loss; in some steps | `linearity` |
 
 `NonFinite` uses `data` (values that came with the data), `origins` (which non-finite values of a step are errors),

@@ -1,4 +1,4 @@
-"""Values that a dtype cannot hold: integers that wrap around, values that become equal, an eps that becomes 0."""
+"""Values that a dtype cannot hold: integers that wrap around, values that become equal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Grade, Place
+from ampkit.debugging.finding import Cause, Grade
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.rerun import float64_results
@@ -17,15 +17,11 @@ from ampkit.debugging.observe.tensor_values import extremes, largest_finite
 from ampkit.debugging.torch_private import is_opaque
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
-_CHECKED_CALLS = 3  # calls of a line that are checked; then one of 64
 _MAX_ELEMENTS = 4096  # the most elements whose values are compared
 _MANY = 32  # values that are expected to differ
 _CASTS = frozenset({"_to_copy", "copy"})
 _RANGES = frozenset({"arange", "cumsum"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "rsub"})
-_GUARDS = frozenset({"add", "clamp", "clamp_min"})  # that keep a divisor from 0
-_GUARDED = frozenset({"div", "reciprocal", "rsqrt", "log", "pow"})
-_ZERO = 2.0**-25  # up to here, a number is 0 in float16
 
 
 class Casts(Check):
@@ -35,28 +31,24 @@ class Casts(Check):
 
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
-        self._calls: dict[tuple[int, int], int] = {}
         self._coarse: StorageMap[bool] = StorageMap()  # results that lie on few numbers
-        self._guards: StorageMap[tuple[Call, float]] = StorageMap()  # results with an eps that is 0
-        self._eps: dict[tuple[int, int], tuple[Place, float, int] | None] = {}  # None: `nonfinite` reports it
 
     def operator_ran(self, call: Call) -> None:
         base, output = call.op.base, call.result
         if call.phase != "forward" or not isinstance(output, Tensor) or is_opaque(output) or not output.numel():
             return
-        if output.dtype is torch.float16:
-            self._note_eps(call, output)
         if call.ranges:
             self._check_spacing(call, output)
         is_real = output.dtype.is_floating_point or output.is_complex()
         is_integer = not is_real and output.dtype not in (torch.bool, torch.int64)
         if base in _CASTS or base in _RANGES or (base in _ARITHMETIC and is_integer and output.itemsize <= 2):
-            calls = self._calls[call.site] = self._calls.get(call.site, 0) + 1
-            if calls > _CHECKED_CALLS and calls % 64:
+            if not self.is_chosen(call.site):
                 return
             source = next((each for each in call.tensors[::-1] if each is not output), None) if base in _CASTS else None
             if base == "cumsum":
                 source = next(iter(float64_results(call)), None)
+            if source is not None and source.dtype in SIXTEEN_BIT and not is_real:
+                self._check_ids(call, source)
             if is_integer:
                 self._check_range(call, output, source)
             elif output.is_floating_point() and output.dtype is not torch.float64:
@@ -81,6 +73,17 @@ class Casts(Check):
         why = f"{worst:.10g} becomes {result}: {name} has the integers from {limits.min} to {limits.max}"
         cause = Cause("rounded", why)
         self.found(call, "precision loss", cause, f"integers wrap around in {name}", "use a wider dtype, such as int64")
+
+    def _check_ids(self, call: Call, source: Tensor) -> None:
+        """Check that a table had no ids in a 16-bit dtype: many integers that are larger than its last odd one."""
+        name, first = dtype_name(source.dtype), 2.0 / torch.finfo(source.dtype).eps
+        values = source.detach()
+        large = values[values.abs() > first]
+        if large.numel() < _MANY or not bool((values == values.round()).all()):
+            return
+        why = f"{large.numel()} of {values.numel()} are larger than {first:g}; beyond it {name} has no odd integers"
+        fix = "keep integers, such as ids, in int64 or float64 before this line, in NumPy and pandas as well"
+        self.found(call, "note", Cause("rounded", why), f"integers are stored in {name}", fix)
 
     def _check_distinct(self, call: Call, output: Tensor, source: Tensor | None) -> None:
         """Check that values which differ are not equal in a lower precision, unless they are activations."""
@@ -119,47 +122,25 @@ class Casts(Check):
     def _check_spacing(self, call: Call, output: Tensor) -> None:
         """Check that 16-bit results, and data that is subtracted, do not lie on a few numbers far from 0."""
         low, high = call.ranges[0]
-        coarse = [(output, low, high)] if output.dtype in SIXTEEN_BIT and _is_coarse(output, low, high) else []
+        coarse: list[tuple[Grade, Tensor, float, float]] = []
+        if output.dtype in SIXTEEN_BIT:
+            coarse = [("note", output, low, high)]  # the same training in float32 shows whether it matters
         if call.op.base == "sub":
-            data = [each for each in call.tensors if each.is_floating_point() and each.numel() > 1]
-            ranges = [(each, *extremes(each)) for each in data if not each.requires_grad]
-            coarse += [each for each in ranges if _is_coarse(*each)]
+            for each in call.tensors:
+                if each.is_floating_point() and each.numel() > 1 and not each.requires_grad:
+                    coarse.append(("precision loss", each, *extremes(each)))
         known = any(self._coarse.get(each) for each in call.tensors)
-        for tensor, low, high in coarse:
+        for grade, tensor, low, high in coarse:
+            if not _is_coarse(tensor, low, high):
+                continue
             self._coarse.set(tensor, True)
             if not known:
                 eps, name = torch.finfo(tensor.dtype).eps, dtype_name(tensor.dtype)
                 apart = eps * 2.0 ** math.floor(math.log2(max(-low, high)))
-                cause = Cause(
-                    "rounded", f"they are from {low:.10g} to {high:.10g}, where {name} has a number each {apart:.3g}"
-                )
+                why = f"they are from {low:.10g} to {high:.10g}, where {name} has a number each {apart:.3g}"
+                what = f"values lie on at most {(high - low) / apart + 1:.0f} numbers of {name}"
                 fix = "compute them in float32, or subtract their offset in a wider dtype first"
-                self.found(
-                    call,
-                    "precision loss",
-                    cause,
-                    f"values lie on at most {(high - low) / apart + 1:.0f} numbers of {name}",
-                    fix,
-                )
-
-    def _note_eps(self, call: Call, output: Tensor) -> None:
-        """Note a divisor, or the argument of a root or a logarithm, whose eps is 0 in float16."""
-        base = call.op.base
-        guard = next((g for each in call.tensors[-1:] if base in _GUARDED and (g := self._guards.get(each))), None)
-        if guard is not None:
-            made, eps = guard
-            is_finite = not call.ranges or math.isfinite(sum(call.ranges[0]))
-            if not is_finite or made.site not in self._eps:
-                self._eps[made.site] = (self.run.place(made), eps, self.run.step) if is_finite else None
-        eps = next((each for each in call.scalars if 0 < each <= _ZERO), 0.0)
-        if eps and base in _GUARDS:
-            self._guards.set(output, (call, eps))
-
-    def ended(self) -> None:
-        for place, eps, step in filter(None, self._eps.values()):
-            cause = Cause("rounded", f"{eps:g} is 0 in float16, whose smallest number is 6e-08")
-            fix = "an eps of 1e-4 or more, or compute this line in float32"
-            self.found(place, "note", cause, "an eps that keeps a number from 0 is 0 itself", fix, step=step)
+                self.found(call, grade, Cause("rounded", why), what, fix)
 
 
 def _is_coarse(tensor: Tensor, low: float, high: float) -> bool:

@@ -6,14 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.nn import Parameter
-
-from ampkit.debugging.checks.check import Add, Check
+from ampkit.debugging.checks.check import Add, Check, largest
 from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place
-from ampkit.debugging.torch_private import is_opaque
 from ampkit.gradients.collect import parameters as parameters_of
 
 _LOSS_GROWTH, _WEIGHT_GROWTH = 1e3, 10.0  # of the loss, and of the largest weight
@@ -41,8 +37,8 @@ class Divergence(Check):
     def step_starts(self, optimizer: Any, closure: bool) -> None:
         parameters = parameters_of(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        sizes = map(_largest, (parameters, [p.grad for p in parameters if p.grad is not None]))
-        step = _Step(max(rates, default=0.0), *sizes)
+        sizes = map(largest, (parameters, (p.grad for p in parameters)))
+        step = _Step(max(rates, default=0.0), *(0.0 if size is None else float(size.max()) for size in sizes))
         before = self._steps.get(self.run.step, step)
         self._steps[self.run.step] = _Step(*map(max, before, step))
         self._place = self._place if self._place.file else calling_place()
@@ -80,12 +76,6 @@ class Divergence(Check):
         fix = f"a smaller learning rate, such as {step.rate / 10:.3g}, or {advice}"
         cause = Cause("divergence", why, step.gradient)
         self.found(self._place, grade, cause, what_happens, fix, step=first, last=self.run.step - 1)
-
-
-def _largest(tensors: list[Tensor]) -> float:
-    """Return the largest magnitude of plain tensors; sharded ones would communicate."""
-    plain = [each.detach() for each in tensors if type(each) in (Tensor, Parameter) and not is_opaque(each)]
-    return max((float(each.abs().max()) for each in plain if each.numel()), default=0.0)
 
 
 def _nonfinite(losses: dict[int, float]) -> list[int]:

@@ -7,11 +7,10 @@ tried when it runs, with its incoming gradient and with 0.
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
 import inspect
 import math
-import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import CodeType
@@ -188,10 +187,7 @@ def _code_of(node: Any) -> CodeType | None:
 
 
 def _return_line(code: CodeType) -> tuple[str, int]:
-    """Return the file and the line of the last `return` of a function; its first line if its source cannot be read."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):
-        return relative(code.co_filename), code.co_firstlineno
-    returns = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return relative(code.co_filename), code.co_firstlineno + max(returns, default=1) - 1
+    """Return the file and the line of the last `return` of a function."""
+    returns = [each.positions for each in dis.get_instructions(code) if each.opname.startswith("RETURN_")]
+    lines = [each.lineno for each in returns if each is not None and each.lineno is not None]
+    return relative(code.co_filename), max(lines, default=code.co_firstlineno)

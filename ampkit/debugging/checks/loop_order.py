@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
+from ampkit.debugging.checks.check import Add, Check, is_plain, largest
+from ampkit.debugging.finding import Cause, Grade, Place
+from ampkit.debugging.observe.autograd_graph import leaves_from
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place, scales_losses
 from ampkit.debugging.torch_private import node_sequence_number
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.gradients.collect import parameters as parameters_of
 
+_MIN_UNUSED = 10  # backward passes without a step
 _MAX_PARAMETERS = 64  # the most parameters of an optimizer whose gradients are tracked
 _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 _LOSSES = frozenset(  # that a region computes in float32
@@ -71,6 +73,14 @@ _FINDINGS = {
     "zeroed before step": (
         "zero_grad is called between backward and step: the step has no gradients",
         "optimizer.zero_grad() before backward, or after the step",
+    ),
+    "zeroed often": (
+        "zero_grad is called before each of the {times} backward calls of a step: it uses the last gradients only",
+        "optimizer.zero_grad() once, before the first backward or after the step",
+    ),
+    "no step": (
+        "the optimizer never steps: {times} backward passes compute gradients of its parameters",
+        "optimizer.step() after backward",
     ),
     "clipped while scaled": (
         "gradients are clipped, or their norm is read, while they are scaled",
@@ -121,10 +131,15 @@ class _OptimizerState:
     divided: bool = False  # the loss of some backward was a quotient or a product
     last_gradients: list[Tensor | None] = field(default_factory=list)  # gradients of the last step
     cleared: bool = True  # the gradients of the last step were cleared or replaced
+    has_stepped: bool = False
     skipped: bool = False  # the scaler skipped the last step
     steps_since_scheduler: int = 0  # executed or skipped
     clips: dict[Place, int] = field(default_factory=dict)  # calls by line, since the last step
     zeroed_at: Place | None = None  # the line that cleared the gradients after backward and before the step
+    dropped: dict[Place, int] = field(default_factory=dict)  # calls of backward whose gradients were cleared, as above
+    dropped_at: Place | None = None  # the line that cleared them
+    weights: list[int] = field(default_factory=list)  # versions of the parameters then
+    drops: int = 0  # steps in a row whose last backward is on such a line
     scaler: Any = None  # the last scaler that unscaled the gradients or executed the step
     unscaled: bool = False  # `unscale_` was called since the last `update`
     stepped_at: Place | None = None  # the line of `scaler.step` since the last `update`
@@ -167,12 +182,9 @@ class LoopOrder(Check):
 
     def _add(self, kind: str, at: Place | None = None, *, why: str = "", **values: Any) -> None:
         """Add a finding of `_FINDINGS`, with these values in its text."""
-        what, fix = _FINDINGS[kind]
+        what, fix = (text.format(**values) for text in _FINDINGS[kind])
         grade: Grade = "note" if kind in _NOTES else "error"
-        finding = Finding(grade=grade, check=self.name, cause=Cause(kind, why), what=what.format(**values))
-        finding.fix, finding.place = Fix(fix.format(**values)), at or calling_place()
-        finding.step = self._loop.iterations.number
-        self.add(finding)
+        self.found(at or calling_place(), grade, Cause(kind, why), what, fix, step=self._loop.iterations.number)
 
     # --- the scaler
 
@@ -242,20 +254,30 @@ class LoopOrder(Check):
         for state in (*self._states(), self._unknown):
             if state is self._unknown or state.versions != state.gradient_versions():
                 state.scaled, state.zeroed_at = scaled, None
-                state.largest = _largest(state.parameters) if unscaled_float16 else None
+                state.largest = largest(p.grad for p in state.parameters) if unscaled_float16 else None
                 state.divided |= bool(divided)
                 state.backwards[place] = state.backwards.get(place, 0) + 1
+                state.versions = state.gradient_versions()
+                if place in state.dropped and loss is not None and not self._reaches_only_parameters(loss):
+                    state.dropped.clear()  # its gradients are used: of an input, as in adversarial training
+
+    def _reaches_only_parameters(self, loss: Tensor) -> bool:
+        held = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
+        return held.issuperset(map(id, leaves_from([loss.grad_fn])))
 
     def zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if isinstance(owner, Optimizer):
-            self._state_of(owner)  # has a state of its own from its first backward on
+        for optimizer in [owner] if isinstance(owner, Optimizer) else [*self._loop.made]:
+            self._state_of(optimizer)  # has a state of its own from its first backward on
         yield
         self._unknown.backwards.clear()
         for state in self._states():
             self._check_cleared(state)
             if state.backwards and all(p.grad is None for p in state.parameters):
+                for place, times in state.backwards.items():
+                    state.dropped[place] = state.dropped.get(place, 0) + times
                 state.backwards.clear()
-                state.zeroed_at = calling_place()
+                state.zeroed_at = state.dropped_at = calling_place()
+                state.weights = [p._version for p in state.parameters]
 
     def _check_gradients(self, state: _OptimizerState, *, closure: bool) -> None:
         """Add a finding if a step is about to use gradients of the last step as well, or none of the last backward.
@@ -271,7 +293,7 @@ class LoopOrder(Check):
         """Note whether the gradients of the last step were cleared: the first is None, another tensor, or zero."""
         if not state.cleared and state.last_gradients:
             gradient, last = state.parameters[0].grad, state.last_gradients[0]
-            state.cleared = gradient is None or gradient is not last or not any(map(torch.any, _plain([gradient])))
+            state.cleared = gradient is not last or not (is_plain(gradient) and bool(gradient.any()))
 
     def read_norm(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         self._check_unscaled(*args, **kwargs)
@@ -333,9 +355,10 @@ class LoopOrder(Check):
         in_scaler_step = self._loop.in_scaler_step
         if state.scaled and state.backwards and not in_scaler_step:
             self._add("step while scaled")
-        past_scaler = state.unscaled and state.scaler.is_enabled() and not in_scaler_step
-        if past_scaler and not _is_finite(optimizer):
-            self._add("step past scaler")
+        if state.unscaled and state.scaler.is_enabled() and not in_scaler_step:
+            magnitudes = largest(p.grad for p in parameters_of(optimizer))
+            if magnitudes is not None and not bool(magnitudes.isfinite().all()):
+                self._add("step past scaler")
         if not in_scaler_step:
             self._check_gradients(state, closure=closure)
         if state.last_gradients and not closure and not state.backwards:
@@ -344,12 +367,33 @@ class LoopOrder(Check):
                 self._add("step twice")
         if state.largest is not None and state.backwards:
             self._check_underflow(state, state.largest.tolist())
+        self._check_dropped(state, closure=closure)
         most = max(state.backwards.values(), default=0)
         for place, times in state.clips.items():
             if times > 1 and times == most:
                 self._add("clipped often", place, times=times)
         if most > 1 and not state.divided:
             self._add("not divided", _most_frequent(state.backwards), times=most)
+
+    def _check_dropped(self, state: _OptimizerState, *, closure: bool) -> None:
+        """Add a finding if two steps in a row use the last of several gradients, and nothing has used the others.
+
+        A program that uses them writes to the parameters (as sharpness-aware training), or makes the gradients of the
+        step (as an average of clipped ones).
+        """
+        dropped = [times for place, times in state.dropped.items() if place in state.backwards]
+        versions = zip(state.versions, state.gradient_versions(), strict=False)
+        is_used = closure or any(last[0] != now[0] for last, now in versions)
+        is_used |= state.weights != [p._version for p in state.parameters]
+        state.drops = state.drops + 1 if dropped and not is_used else 0
+        if state.drops >= 2:
+            self._add("zeroed often", state.dropped_at, times=max(dropped) + 1)
+
+    def ended(self) -> None:
+        for optimizer, state in self._optimizers.items() if not self._loop.n_skipped_steps else ():
+            times = sum(state.dropped.values()) + sum(state.backwards.values())
+            if times >= _MIN_UNUSED and state.dropped and not state.has_stepped:
+                self._add("no step", self.place_of(optimizer), times=times)
 
     def _check_underflow(self, state: _OptimizerState, largest: Sequence[float]) -> None:
         """Add a finding if gradients are nearly 0 because of float16: a loss scale would preserve them.
@@ -375,6 +419,8 @@ class LoopOrder(Check):
         state.largest = None
         state.backwards.clear()
         state.clips.clear()
+        state.dropped.clear()
+        state.has_stepped = True
         state.zeroed_at, state.versions = None, state.gradient_versions()
         state.steps_since_scheduler += 1
         self._unknown = _OptimizerState()
@@ -386,24 +432,6 @@ class LoopOrder(Check):
                 self._add("scheduler after skip")
             state.steps_since_scheduler = 0
         yield
-
-
-def _is_finite(optimizer: Optimizer) -> bool:
-    """Return whether all readable gradients that an optimizer is about to use are finite."""
-    gradients = [p.grad for p in parameters_of(optimizer)]
-    return all(bool(gradient.isfinite().all()) for gradient in _plain(gradients))
-
-
-def _plain(gradients: Iterable[Tensor | None]) -> list[Tensor]:
-    """Return the gradients that can be read, without None, sparse gradients and subclasses."""
-    return [each for each in gradients if type(each) is Tensor and each.layout is torch.strided and each.numel()]
-
-
-def _largest(parameters: list[Tensor]) -> Tensor | None:
-    """Return the largest magnitude in each gradient that can be read, on the device."""
-    with torch.no_grad():
-        largest = [gradient.abs().amax().float() for gradient in _plain(p.grad for p in parameters)]
-        return torch.stack([magnitude.to(largest[0].device) for magnitude in largest]) if largest else None
 
 
 def _note_casts(loss: Tensor, notes: list[Tensor], hooks: ExitStack) -> None:

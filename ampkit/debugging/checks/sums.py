@@ -1,4 +1,4 @@
-"""Sums, counts and averages that stop growing: rounding removes the numbers that are added to them."""
+"""Sums, counts and averages that stop growing, or decaying: rounding removes the numbers that are added to them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix
+from ampkit.debugging.finding import Cause, Grade
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_properties import converted_arguments, item_of, tensors_in
@@ -66,20 +67,25 @@ class Sums(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._sums: StorageMap[_Sum] = StorageMap()
-        self._found: dict[Site, tuple[float, Finding]] = {}  # the share of the added numbers that is missing
+        self._found: dict[Site, tuple[float, dict[str, Any]]] = {}  # the share of the added numbers that is missing
         self._accumulations: dict[Site, int] = {}  # calls of operators that accumulate
 
     def operator_ran(self, call: Call) -> None:
         outputs, base = call.outputs, call.op.base
         if base in _ACCUMULATES and outputs and outputs[0].dtype in SIXTEEN_BIT:
             self._check_accumulation(call, outputs[0])
-        if call.phase != "forward" or base not in _OPERATORS or call.caller.code is None or not outputs:
+        is_state = call.phase == "optimizer"
+        is_sum = (call.phase == "forward" or is_state) and base in _OPERATORS and call.caller.code is not None
+        if not is_sum or not outputs:
+            is_made = not call.tensors or call.op.literal or call.op.shape_only
             for output in outputs:
-                if call.phase == "forward" and (not call.tensors or call.op.literal or call.op.shape_only):
+                if is_made and call.phase in ("forward", "optimizer"):
                     self._sums.set(output, _Sum((), _view(output), made=call))
                 elif call.op.mutable:
                     self._sums.discard(output)
             return
+        if is_state and (outputs[0].dtype not in SIXTEEN_BIT or isinstance(outputs[0], Parameter)):
+            return  # `updates` checks parameters
         is_activation = torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors)
         if is_activation and any(output.numel() > 1 for output in outputs):
             return  # a residual stream does not accumulate across steps
@@ -166,7 +172,7 @@ class Sums(Check):
 
     def _note(self, call: Call, output: Tensor, now: _Sum, value: Tensor, drift: float) -> None:
         share, known = drift / now.moved if now.moved else 0.0, self._found.get(call.site)
-        if known is not None and known[0] > share and known[1].times > now.calls:
+        if known is not None and known[0] > share and known[1]["times"] > now.calls:
             return
         assert now.exact is not None
         place, made = self.run.place(call, output), None if now.made is None else self.run.place(now.made)
@@ -174,28 +180,19 @@ class Sums(Check):
         if output.numel() == 1:
             text = f"it is {float(value):.6g}, and {float(now.exact):.6g} with the same numbers in float64"
         text += f", after {now.calls} calls: {place.dtype} has too few digits"
-        if made is not None:
-            text += f"; it is made at {made.file}:{made.line}"
-        finding = Finding(
-            grade="precision loss",
-            check=self.name,
-            cause=Cause("stagnating sum", text),
-            what=f"a sum in {place.dtype} does not take up the numbers that are added",
-            place=place,
-            producer=made,
-            fix=Fix("keep it in float32 from where it is made (in float64 beyond 16,777,216)"),
-            step=self.run.step if known is None else known[1].step,
-            last=self.run.step,
-            times=now.calls,
-        )
-        self._found[call.site] = share, finding
+        text += "" if made is None else f"; it is made at {made.file}:{made.line}"
+        # Few trainings depend on the moments of an optimizer.
+        grade: Grade = "note" if call.phase == "optimizer" else "precision loss"
+        values = {"at": place, "grade": grade, "cause": Cause("stagnating sum", text), "producer": made}
+        values["what"] = f"a sum in {place.dtype} does not take up the numbers that are added"
+        values["fix"] = "keep it in float32 from where it is made (in float64 beyond 16,777,216)"
+        values["step"] = self.run.step if known is None else known[1]["step"]
+        self._found[call.site] = share, {**values, "last": self.run.step, "times": now.calls}
 
     def ended(self) -> None:
-        worst: dict[tuple[str, int], Finding] = {}  # by line
-        for _, finding in sorted(self._found.values(), key=lambda each: each[1].times):
-            worst[finding.place.site] = finding
-        for finding in worst.values():
-            self.add(finding)
+        found = sorted((values for _, values in self._found.values()), key=lambda each: each["times"])
+        for values in {each["at"].site: each for each in found}.values():
+            self.found(**values)
 
 
 def _exact(call: Call, args: Any, kwargs: Any, widened: Callable[[Tensor], Tensor]) -> Tensor | None:

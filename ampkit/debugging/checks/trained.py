@@ -7,21 +7,20 @@ updates itself.
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import math
 import time
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampkit.debugging.checks.check import Add, Check
+from ampkit.debugging.checks.check import Add, Check, is_plain
 from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.autograd_graph import leaves_from
 from ampkit.debugging.observe.call import Call
@@ -32,8 +31,7 @@ from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque, storage_key
 from ampkit.gradients.collect import parameters as parameters_of
 
-_MIN_STEPS = 3  # steps, and backward passes that reach a leaf, before a finding
-_MIN_UNUSED = 10  # backward passes whose gradients no step has used
+_MIN_STEPS = 3  # steps, and backward passes that reach a parameter, before a finding
 
 
 class _Made(NamedTuple):
@@ -45,31 +43,23 @@ class _Made(NamedTuple):
 
 
 class _Leaf:
-    """A tensor in which backward accumulates gradients."""
+    """A parameter in which backward accumulates gradients, and that no optimizer holds."""
 
     def __init__(self, made: _Made | None) -> None:
         self.made = made
         self.times = 0  # backward passes
-        self.fresh = 0  # of these, the ones before which it had no gradient
-        self.holder: Optimizer | None = None
-        self.owner: Module | None = None
-        self.trained = False  # an optimizer that holds it has stepped, or its values have changed
-        self.start: Tensor | None = None  # its values in the second backward, unless it is trained
-        self.tensor: Tensor | None = None  # the tensor itself, unless it is trained
+        self.start: Tensor | None = None  # its values in the second of them
+        self.is_hidden = False  # no module has it as a parameter
+        self.is_trained = False  # its values have changed, or are not to be trained
 
-    def note(self, tensor: Tensor, fresh: bool) -> None:
-        """Note a gradient."""
-        self.times += 1
-        self.fresh += fresh
-        if self.start is None:
-            if self.times > 1:
-                self.start, self.tensor = tensor.detach().clone(), tensor
-        elif not torch.equal(self.start, tensor.detach()):
-            self.end()
 
-    def end(self) -> None:
-        """Note that it is trained."""
-        self.trained, self.start, self.tensor = True, None, None
+class _Cut(NamedTuple):
+    """The use of a parameter without autograd."""
+
+    place: Place
+    module: str  # the module whose forward entered `torch.no_grad`; "" for a use with autograd, as of `p.data`
+    steps: set[int]
+    values: Tensor
 
 
 class Trained(Check):
@@ -80,18 +70,16 @@ class Trained(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._made: StorageMap[_Made] = StorageMap()
-        self._leaves: dict[int, tuple[weakref.ref[Tensor], _Leaf]] = {}  # by identity
+        self._leaves: MutableMapping[Tensor, _Leaf] = WeakTensorKeyDictionary()
+        self._lost: list[tuple[Tensor, _Leaf]] = []  # in several backward passes
         self._made_anew: dict[Caller, tuple[str, set[int]]] = {}  # parameters that a forward makes, and in which steps
         self._steps: dict[Optimizer, int] = {}
         self._without: dict[Optimizer, list[Tensor]] = {}  # parameters that never had a gradient
         self._start: dict[Optimizer, Tensor] = {}  # the values of its first parameter
-        self._places: dict[Optimizer, Place] = {}
-        self._higher = False  # a derivative is differentiated
         self._missing: dict[int, Tensor] = {}  # by storage: in `_without`, and never used with autograd
-        self._cut: dict[Tensor, tuple[Place, set[int], Tensor]] = {}  # where, in which steps and with which values a
-        # module uses one of these without autograd
+        self._cut: dict[Tensor, _Cut] = {}  # of these, all that a module uses without autograd
         self._copies: dict[Caller, list[int]] = {}  # how often a line copies another tensor, and a tensor to itself
-        self._no_grad = Place()  # where `torch.no_grad` was entered last
+        self._no_grad = Place(), ""  # where `torch.no_grad` was entered last, and in which module
 
     def opened(self, stack: ExitStack) -> None:
         for cls in (torch.no_grad, torch.inference_mode):
@@ -101,24 +89,25 @@ class Trained(Check):
     def _noting(self, enter: Any) -> Any:
         @functools.wraps(enter)
         def noted(region: Any) -> Any:
-            self._no_grad = calling_place()
+            if self._missing:
+                module = self.run.modules.current()
+                self._no_grad = calling_place(), "the loop" if module is None else module.name
             return enter(region)
 
         return noted
 
     def operator_ran(self, call: Call) -> None:
-        if call.phase == "backward":
-            self._higher = self._higher or torch.is_grad_enabled()
-        elif call.phase == "forward":
-            is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-            if not call.op.mutable and call.outputs and not is_differentiated:
-                self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))
-            if self._missing and call.module is not None:
-                self._note_use(call)
-            is_loaded = call.op.name == "aten::copy_" and call.tensors and isinstance(call.tensors[0], Parameter)
-            if is_loaded and call.caller.code and not any(map(is_opaque, call.tensors)):
-                ends = [(storage_key(each), each.storage_offset(), each.stride()) for each in call.tensors]
-                self._copies.setdefault(call.caller, [0, 0])[ends[0] == ends[-1]] += 1
+        if call.phase != "forward":
+            return
+        is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+        if not call.op.mutable and call.outputs and not is_differentiated:
+            self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))
+        if self._missing and call.module is not None:
+            self._note_use(call)
+        is_loaded = call.op.name == "aten::copy_" and call.tensors and isinstance(call.tensors[0], Parameter)
+        if is_loaded and call.caller.code and not any(map(is_opaque, call.tensors)):
+            ends = [(storage_key(each), each.storage_offset(), each.stride()) for each in call.tensors]
+            self._copies.setdefault(call.caller, [0, 0])[ends[0] == ends[-1]] += 1
 
     def _note_use(self, call: Call) -> None:
         """Note a module's use of a parameter that has no gradients, with autograd or without."""
@@ -128,60 +117,45 @@ class Trained(Check):
                 self._missing.pop(storage_key(tensor))
                 self._cut.pop(parameter, None)
             elif parameter is not None:
-                place = self.run.place(call) if torch.is_grad_enabled() else self._no_grad
                 if parameter not in self._cut:
-                    self._cut[parameter] = place, set(), parameter.detach().clone()
-                self._cut[parameter][1].add(self.run.step)
+                    where = (self.run.place(call), "") if torch.is_grad_enabled() else self._no_grad
+                    self._cut[parameter] = _Cut(*where, set(), parameter.detach().clone())
+                self._cut[parameter].steps.add(self.run.step)
 
     def backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         roots = [tensors] if isinstance(tensors, Tensor) else tensors
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
         if inputs is None:
             inputs = leaves_from(root.grad_fn for root in roots if isinstance(root, Tensor))
-        leaves = [inputs] if isinstance(inputs, Tensor) else [*inputs]
-        fresh = [tensor.grad is None for tensor in leaves]
         yield
-        new: list[tuple[Tensor, _Leaf]] = []
-        for tensor, is_fresh in zip(leaves, fresh, strict=True):
-            if type(tensor) in (Tensor, Parameter) and not is_opaque(tensor) and tensor.grad is not None:
-                leaf = self._leaf_of(tensor)
-                if not leaf.trained:
-                    leaf.note(tensor, is_fresh)
-                    new += [(tensor, leaf)] * (leaf.holder is None)
-        if new:
-            holders = {id(p): o for o in (*self.run.loop.optimizers, *self.run.loop.made) for p in parameters_of(o)}
-            for tensor, leaf in new:
-                leaf.holder = holders.get(id(tensor))
-                if leaf.holder is None:
-                    self._note_lost(tensor, leaf)
+        held = {id(p) for each in (*self.run.loop.optimizers, *self.run.loop.made) for p in parameters_of(each)}
+        for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
+            # Another tensor that is not a parameter is an input, and so is one by which a loss is differentiated.
+            if isinstance(tensor, Parameter) and id(tensor) not in held and is_plain(tensor):
+                self._note_lost(tensor)
 
-    def _note_lost(self, tensor: Tensor, leaf: _Leaf) -> None:
-        """Note a leaf that no optimizer holds."""
-        if leaf.times == 1 and isinstance(tensor, Parameter) and leaf.made is not None and leaf.made.in_module:
+    def _note_lost(self, tensor: Tensor) -> None:
+        """Note a parameter with a gradient that no optimizer uses."""
+        if tensor.grad is None:
+            return
+        leaf = self._leaves.setdefault(tensor, _Leaf(self._made.get(tensor)))
+        leaf.times += 1
+        if leaf.times == 1 and leaf.made is not None and leaf.made.in_module:
             _, steps = self._made_anew.setdefault(leaf.made.caller, (self.run.names_of([tensor]), set()))
             steps.add(self.run.step)
-        if leaf.times == _MIN_STEPS:
+        elif leaf.times == 2:
+            leaf.start = tensor.detach().clone()
+            self._lost.append((tensor, leaf))
             modules = (module for root in self.run.modules.roots() for module in root.modules())
-            owners = (each for each in modules if any(tensor is p for p in each.parameters(recurse=False)))
-            leaf.owner = next(owners, None)
-            if leaf.owner is not None and not leaf.owner.training:
-                leaf.end()  # as a network that computes a loss
-
-    def _leaf_of(self, tensor: Tensor) -> _Leaf:
-        reference, leaf = self._leaves.get(id(tensor), (None, None))
-        if leaf is None or reference is None or reference() is not tensor:
-            leaf = _Leaf(self._made.get(tensor))
-            forget = functools.partial(lambda key, _: self._leaves.pop(key, None), id(tensor))
-            self._leaves[id(tensor)] = weakref.ref(tensor, forget), leaf
-        return leaf
+            owner = next((each for each in modules if any(tensor is p for p in each.parameters(recurse=False))), None)
+            leaf.is_hidden = owner is None
+            leaf.is_trained = owner is not None and not owner.training  # as a network that computes a loss
+        elif leaf.start is not None and not leaf.is_trained:
+            leaf.is_trained = not torch.equal(leaf.start, tensor.detach())
 
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        self._places[optimizer] = self.run.loop.made.get(optimizer, (0.0, calling_place()))[1]
-        for p in parameters_of(optimizer):
-            _, leaf = self._leaves.get(id(p), (None, None))
-            if leaf is not None and not leaf.trained:
-                leaf.end()
+        self.place_of(optimizer)
         if optimizer not in self._without:
             parameters = self._without[optimizer] = [p for p in parameters_of(optimizer) if p.requires_grad]
             if parameters:
@@ -198,8 +172,6 @@ class Trained(Check):
                 why = f"all {same} tensors that this line copies are copied to themselves; state_dict() copies nothing"
                 fix = "the state_dict() of the other model, or copy.deepcopy(model.state_dict()) when it is saved"
                 self._add("error", Cause("copied to itself", why), "a copy changes nothing", _place_of(caller), fix)
-        leaves = [leaf for _, leaf in self._leaves.values() if leaf.tensor is not None]
-        self._add_unused([leaf for leaf in leaves if leaf.holder is not None and leaf.fresh >= _MIN_UNUSED])
         if max(self._steps.values(), default=0) < _MIN_STEPS:
             return
         for caller, (name, steps) in self._made_anew.items():
@@ -207,97 +179,47 @@ class Trained(Check):
                 what = f"a parameter, {name}, is made in each forward, so no optimizer holds it"
                 fix = "make it in __init__, before the optimizer"
                 self._add("error", Cause("made in forward"), what, _place_of(caller), fix)
-        lost = self._lost([leaf for leaf in leaves if leaf.holder is None and leaf.times >= _MIN_STEPS])
-        for (kind, place), tensors in lost.items():
-            self._add_lost(kind, place, tensors)
-        missing: dict[Place, list[Tensor]] = {}
-        cut: dict[Place, list[Tensor]] = {}
-        for optimizer, steps in self._steps.items():
-            without, place = self._without[optimizer], self._places[optimizer]
-            unused = []
-            for p in without if steps >= _MIN_STEPS else ():
-                line, used, values = self._cut.get(p, (place, set(), p))
-                if not torch.equal(values, p.detach()):
-                    continue  # as of an average of another model
-                if len(used) >= max(_MIN_STEPS - 1, steps // 2):
-                    cut.setdefault(line, []).append(p)
-                else:
-                    unused.append(p)
-            if not unused:
-                continue
-            if len(without) < sum(p.requires_grad for p in parameters_of(optimizer)):
-                if not any(kind == "made later" for kind, _ in lost):
-                    missing.setdefault(place, []).extend(unused)
-            elif not lost and torch.equal(self._start[optimizer], without[0].detach()):
-                names = self.run.names_of(unused)
-                what = f"no parameter of the optimizer has a gradient in its {steps} steps: {names}"
-                fix = "give the optimizer the parameters of the model that computes the loss"
-                self._add("error", Cause("no gradients"), what, place, fix)
-        for place, tensors in cut.items():
-            what = f"the gradient of {self.run.names_of(tensors)} is missing, although an optimizer holds them"
-            why = "their modules compute without autograd: torch.no_grad, torch.inference_mode, .data or .detach()"
-            fix = "compute with autograd, or requires_grad_(False) for parameters that are to stay as they are"
-            self._add("error", Cause("no autograd", why), what, place, fix)
-        for place, tensors in missing.items():
-            self._add("note", Cause("no gradient"), f"the gradient of {self.run.names_of(tensors)} is missing", place)
+        lost = self._lost_by_kind()
+        for (kind, place), leaves in lost.items():
+            self._add_lost(kind, place, leaves)
+        self._add_missing({kind for kind, _ in lost})
 
     def _add(self, grade: Grade, cause: Cause, what: str, place: Place, fix: str = "") -> None:
         self.found(place, grade, cause, what, fix, step=0, last=self.run.step - 1)
 
-    def _add_unused(self, leaves: list[_Leaf]) -> None:
-        """Add optimizers that never step, although their parameters have new gradients in each backward."""
-        counts: dict[Optimizer, int] = {}
-        for leaf in leaves if not self.run.loop.n_skipped_steps else ():
-            if leaf.holder is not None:
-                counts[leaf.holder] = max(leaf.times, counts.get(leaf.holder, 0))
-        for optimizer, count in counts.items():
-            what = f"the optimizer never steps: {count} backward passes compute gradients of its parameters"
-            place = self.run.loop.made.get(optimizer, (0.0, Place()))[1]
-            self._add("error", Cause("no step"), what, place, "optimizer.step() after backward")
-
-    def _lost(self, leaves: list[_Leaf]) -> dict[tuple[str, Place], list[Tensor]]:
-        """Return the leaves that an optimizer should hold, by the reason for which none does and by the line."""
-        lost: dict[tuple[str, Place], list[Tensor]] = {}
-        # Of optimizers that were made before the run, some may not have stepped yet.
-        everything = gc.get_objects() if leaves else []
-        held = [p for each in everything if issubclass(type(each), Optimizer) for p in parameters_of(each)]
+    def _lost_by_kind(self) -> dict[tuple[str, Place], dict[Tensor, _Leaf]]:
+        """Return the parameters that an optimizer should hold, by the reason for which none does and by the line."""
+        lost: dict[tuple[str, Place], dict[Tensor, _Leaf]] = {}
+        held = [p for optimizer in self._steps for p in parameters_of(optimizer)]
         if any(type(p) not in (Tensor, Parameter) for p in held):
             return lost  # sharded: backward accumulates in other tensors than the optimizer's
         latest = max((when for when, _ in self.run.loop.made.values()), default=math.inf)
         optimizer = max(self._steps, key=self._steps.__getitem__)
-        for leaf in sorted(leaves, key=lambda leaf: 0.0 if leaf.made is None else leaf.made.time):
-            tensor, place = leaf.tensor, self._places[optimizer]
-            if tensor is None or any(tensor is p for p in held):
+        for tensor, leaf in sorted(self._lost, key=lambda each: 0.0 if each[1].made is None else each[1].made.time):
+            kind, place = "not held", self.place_of(optimizer)
+            if leaf.is_trained or leaf.times < _MIN_STEPS or any(tensor is p for p in held):
                 continue
-            kind = "not held"
-            if leaf.owner is None and self._path_to(tensor):
+            if leaf.is_hidden:
                 kind, place = "hidden", place if leaf.made is None else _place_of(leaf.made.caller)
             elif leaf.made is not None and leaf.made.time > latest:
                 kind = "made later"
-            # Another tensor that is not a parameter is an input, and so is one by which a loss is differentiated.
-            if isinstance(tensor, Parameter) or (kind == "hidden" and not self._higher):
-                lost.setdefault((kind, place), []).append(tensor)
+            lost.setdefault((kind, place), {})[tensor] = leaf
         return lost
 
-    def _add_lost(self, kind: str, place: Place, tensors: list[Tensor]) -> None:
-        names = self.run.names_of(tensors)
+    def _add_lost(self, kind: str, place: Place, leaves: dict[Tensor, _Leaf]) -> None:
         grade: Grade = "error"
         why = "the optimizer is made without them"
         fix = "pass them to the optimizer, or requires_grad_(False) for parameters that are to stay as they are"
+        tensor, leaf = next(iter(leaves.items()))
         if kind == "hidden":
-            names = ", ".join(self._path_to(tensor) for tensor in tensors[:3])
-            names += f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
             why = "model.parameters() does not return them: they are in a list, a dict or a plain attribute"
-            fix = "nn.ModuleList, nn.ModuleDict, nn.ParameterList, or nn.Parameter"
+            fix = "nn.ModuleList, nn.ModuleDict or nn.ParameterList"
         elif kind == "made later":
-            made = self._made.get(tensors[0])
-            why = "they are made after the optimizer" + (f", at {_place_of(made.caller)}" if made is not None else "")
-            without = sum(map(len, self._without.values()))
-            why += f"; it holds {without} parameters without a gradient" if without else ""
+            why = "they are made after the optimizer" + (f", at {_place_of(leaf.made.caller)}" if leaf.made else "")
             fix = "make the optimizer after the last change of the model"
-        elif self._is_part(tensors[0]):
+        elif self._is_part(tensor):
             grade = "note"
-        what = f"backward computes gradients of {names}, and no optimizer uses them"
+        what = f"backward computes gradients of {self.run.names_of(leaves)}, and no optimizer uses them"
         self._add(grade, Cause(kind, why), what, place, fix)
 
     def _is_part(self, tensor: Tensor) -> bool:
@@ -308,25 +230,44 @@ class Trained(Check):
         last = [*itertools.dropwhile(lambda each: each not in held, model)]
         return bool(last) and held.issuperset(last)
 
-    def _path_to(self, tensor: Tensor) -> str:
-        """Return where the modules hold a tensor that `parameters` does not return; "" if they do not."""
-        pending: list[tuple[str, Any]] = [(type(root).__name__, root) for root in self.run.modules.roots()]
-        seen: set[int] = set()
-        while pending:
-            path, value = pending.pop()
-            if value is tensor:
-                return path
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, Module):
-                named = (*vars(value).items(), *value.named_children(), *value.named_parameters(recurse=False))
-                pending += [(f"{path}.{name}", each) for name, each in named]
-            elif isinstance(value, dict):
-                pending += [(f"{path}[{key!r}]", each) for key, each in value.items()]
-            elif isinstance(value, (list, tuple)):
-                pending += [(f"{path}[{index}]", each) for index, each in enumerate(value)]
-        return ""
+    def _add_missing(self, lost: set[str]) -> None:
+        """Add parameters that an optimizer holds and that have no gradient; `lost`: the kinds of `_lost`."""
+        missing: dict[Place, list[Tensor]] = {}
+        cut: dict[tuple[Place, str], list[Tensor]] = {}
+        for optimizer, steps in self._steps.items():
+            without, place, unused = self._without[optimizer], self.place_of(optimizer), []
+            for p in without if steps >= _MIN_STEPS else ():
+                use = self._cut.get(p)
+                if use is not None and not torch.equal(use.values, p.detach()):
+                    continue  # as of an average of another model
+                if use is not None and len(use.steps) >= max(_MIN_STEPS - 1, steps // 2):
+                    cut.setdefault((use.place, use.module), []).append(p)
+                else:
+                    unused.append(p)
+            if unused and len(without) < sum(p.requires_grad for p in parameters_of(optimizer)):
+                missing.setdefault(place, []).extend(unused if "made later" not in lost else ())
+            elif unused and not lost and torch.equal(self._start[optimizer], without[0].detach()):
+                names = self.run.names_of(unused)
+                what = f"no parameter of the optimizer has a gradient in its {steps} steps: {names}"
+                fix = "give the optimizer the parameters of the model that computes the loss"
+                self._add("error", Cause("no gradients"), what, place, fix)
+        for (place, module), tensors in cut.items():
+            what = f"the gradient of {self.run.names_of(tensors)} is missing, although an optimizer holds them"
+            why = "their modules compute without autograd: torch.no_grad, torch.inference_mode, .data or .detach()"
+            fix = "compute with autograd, or requires_grad_(False) for parameters that are to stay as they are"
+            # The code around a module may use it as a fixed one on purpose.
+            grade: Grade = "error" if not module or self._is_whole(module, tensors) else "note"
+            self._add(grade, Cause("no autograd", why), what, place, fix)
+        for place, tensors in missing.items():
+            if tensors:
+                what = f"the gradient of {self.run.names_of(tensors)} is missing"
+                self._add("note", Cause("no gradient"), what, place)
+
+    def _is_whole(self, module: str, tensors: list[Tensor]) -> bool:
+        """Return whether these are all parameters of a module, given by its path."""
+        named = [each for root in self.run.modules.roots() for each in root.named_parameters()]
+        own = {id(p) for name, p in named if name.startswith(f"{module}.")}
+        return bool(own) and own <= {*map(id, tensors)}
 
 
 def _place_of(caller: Caller) -> Place:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ampkit.debugging.checks.check import Add, Check
+from ampkit.debugging.checks.check import Add, Check, is_plain, largest, sample
 from ampkit.debugging.finding import Cause, Place
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.training_loop import calling_place
-from ampkit.debugging.torch_private import is_opaque
 
 _MIN_STEPS = 3  # steps that write nothing before a finding
 _MIN_ROUNDED = 10  # steps whose update is rounded away
@@ -55,7 +52,6 @@ class Unchanged(Check):
         super().__init__(run, add)
         self._before: dict[Optimizer, dict[Tensor, tuple[Tensor, int]]] = {}
         self._parameters: dict[Optimizer, dict[Tensor, _Parameter]] = {}
-        self._places: dict[Optimizer, Place] = {}
         self._scheduled: dict[Optimizer, Place] = {}  # the last call of a scheduler that changed the learning rate
         self._stopped: dict[Optimizer, int] = {}  # steps with a learning rate of 0 since the last with another
 
@@ -67,37 +63,32 @@ class Unchanged(Check):
             self._scheduled[optimizer] = calling_place()
 
     def step_starts(self, optimizer: Optimizer, closure: bool) -> None:
-        self._places[optimizer] = self.run.loop.made.get(optimizer, (0.0, calling_place()))[1]
+        self.place_of(optimizer)
         self._stopped[optimizer] = 0 if any(_rates(optimizer)) else self._stopped.get(optimizer, 0) + 1
         self._before[optimizer] = {
-            p: (_sample(p).clone(), p._version)
+            p: (sample(p, _ELEMENTS).clone(), p._version)
             for group, rate in zip(optimizer.param_groups, _rates(optimizer), strict=True)
             if rate and not closure
             for p in group["params"]
-            if p.dtype in (torch.float32, torch.float64) and _is_plain(p) and _is_plain(p.grad)
+            if p.dtype in (torch.float32, torch.float64) and is_plain(p) and is_plain(p.grad)
         }
 
     def step_ended(self, optimizer: Optimizer | None, *, complete: bool = True) -> None:
         before = self._before.pop(optimizer, {}) if optimizer is not None else {}
         if optimizer is None or not complete:
             return
-        parameters = self._parameters.setdefault(optimizer, {})
-        unchanged = []
-        for p, (values, _) in before.items():
-            state = parameters.setdefault(p, _Parameter(_largest(p.grad)))
-            if torch.equal(values, _sample(p)):
-                unchanged.append(p)
-            else:
-                state.changed, state.written, state.steps = True, False, 0
-        gradients: list[Any] = [p.grad for p in before if _is_plain(p.grad)]
-        if not unchanged or not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        before = {p: values for p, values in before.items() if is_plain(p.grad)}
+        magnitudes = largest(p.grad for p in before)
+        if magnitudes is None or not bool(magnitudes.isfinite().all()):
             return  # a step with inf or NaN may be skipped on the device
-        least = _SMALL * max(map(_largest, gradients), default=0.0)
-        for p in unchanged:
-            state, magnitude = parameters[p], _largest(p.grad)
-            if magnitude > least:
+        parameters, least = self._parameters.setdefault(optimizer, {}), _SMALL * float(magnitudes.max())
+        for (p, (values, version)), magnitude in zip(before.items(), magnitudes.tolist(), strict=True):
+            state = parameters.setdefault(p, _Parameter(magnitude))
+            if not torch.equal(values, sample(p, _ELEMENTS)):
+                state.changed, state.written, state.steps = True, False, 0
+            elif magnitude > least:
                 state.last, state.steps = magnitude, state.steps + 1
-                state.written |= p._version != before[p][1]
+                state.written |= p._version != version
 
     def ended(self) -> None:
         for optimizer, steps in self._stopped.items():
@@ -122,12 +113,13 @@ class Unchanged(Check):
         cause = Cause("not written", f"`step` does not write it: {numbers}")
         fix = "a `step` that writes the parameters in param_groups in place"
         if written:
-            why = f"each update is less than half a unit in the last place of values up to {_largest(p):.3g}"
+            size = float(p.detach().abs().max())
+            why = f"each update is less than half a unit in the last place of values up to {size:.3g}"
             cause, fix = Cause("update rounded away", f"{why}: {numbers}"), "a larger learning rate, or gradients"
         self._add(optimizer, cause, f"the optimizer's last {state.steps} steps do not change {names}", fix)
 
     def _add(self, optimizer: Optimizer, cause: Cause, what: str, fix: str) -> None:
-        place = self._places[optimizer]
+        place = self.place_of(optimizer)
         initial = max(float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups)
         if max(_rates(optimizer)) <= _SMALL * initial:
             place = self._scheduled.get(optimizer, place)
@@ -137,17 +129,3 @@ class Unchanged(Check):
 def _rates(optimizer: Any) -> list[float]:
     """Return the learning rate of each group; 1.0 for an optimizer that has none."""
     return [float(group.get("lr", 1.0)) for group in getattr(optimizer, "param_groups", ())]
-
-
-def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in (Tensor, Parameter) and not is_opaque(tensor) and bool(tensor.numel())
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return evenly spaced elements of a tensor that is not empty."""
-    return tensor.detach().flatten()[:: math.ceil(tensor.numel() / _ELEMENTS)]
-
-
-def _largest(tensor: Any) -> float:
-    """Return the largest magnitude among these elements of a tensor; 0.0 for None."""
-    return float(_sample(tensor).abs().max()) if _is_plain(tensor) else 0.0

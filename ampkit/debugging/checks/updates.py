@@ -1,17 +1,15 @@
-"""Parameters that do not learn: with a gradient of 0, or with 16-bit updates that are rounded away."""
+"""Parameters that do not learn: rounding makes their gradient 0, or takes away their 16-bit updates."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.finding import Cause, Finding, Fix, Place
+from ampkit.debugging.checks.check import Add, Check, is_plain, sample
+from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
 from ampkit.debugging.observe.operator_properties import item_of, tensors_in
@@ -34,20 +32,12 @@ class _Zeros(NamedTuple):
     counts: bool  # it is more than rounding of the loss in float32
 
 
-class _Optimizer:
-    """The gradients of one optimizer."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.zero: dict[Tensor, _Zeros | None] = {}  # parameters whose gradient was 0 in each step
-
-
 class _Step:
     """A step of a 16-bit parameter: its values before and now, and the sum of the exact updates."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
-        self.start = self.value = _sample(parameter).clone()
+        self.start = self.value = sample(parameter, _MAX_ELEMENTS).clone()
         self.exact = torch.zeros_like(self.start, dtype=torch.float64)
         self.op = ""  # the last that wrote
 
@@ -92,7 +82,8 @@ class Updates(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._zeros: StorageMap[_Zeros] = StorageMap()
-        self._optimizers: dict[Any, _Optimizer] = {}
+        self._steps: dict[Any, int] = {}
+        self._zero: dict[Any, dict[Tensor, _Zeros | None]] = {}  # parameters whose gradient was 0 in each step
         self._stepping: dict[tuple[int, int], _Step] = {}
         self._updates: dict[Tensor, _Update] = {}
         self._sources: StorageMap[int] = StorageMap()  # tensors that were copied to a parameter, and in which step
@@ -137,18 +128,16 @@ class Updates(Check):
         parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
             return
-        state = self._optimizers.setdefault(optimizer, _Optimizer())
-        state.steps += 1
-        state.zero = {
+        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._zero[optimizer] = {
             p: self._zeros.get(p.grad)
-            for p in (parameters if state.steps == 1 else list(state.zero))
-            if p.grad is not None and type(p.grad) is Tensor and not is_opaque(p.grad) and not p.grad.any()
+            for p in self._zero.get(optimizer, parameters)
+            if p.grad is not None and is_plain(p.grad) and not p.grad.any()
         }
         # ampkit's own optimizers write weights in one kernel, which compensates for rounding.
-        if (state.steps < 10 or state.steps % 10 == 0) and not type(optimizer).__module__.startswith("ampkit"):
-            chosen = [p for p in parameters if p.grad is not None and p.dtype in SIXTEEN_BIT]
-            plain = [p for p in chosen if type(p) in (Tensor, Parameter) and not is_opaque(p) and p.numel()]
-            self._stepping = {_key(p): _Step(p) for p in plain}
+        if (steps < 10 or steps % 10 == 0) and not type(optimizer).__module__.startswith("ampkit"):
+            chosen = (p for p in parameters if p.grad is not None and p.dtype in SIXTEEN_BIT and is_plain(p))
+            self._stepping = {_key(p): _Step(p) for p in chosen}
             self._place = calling_place()
 
     # --- updates that are rounded away
@@ -156,7 +145,7 @@ class Updates(Check):
     def _note_update(self, call: Call, index: int, output: Tensor) -> None:
         """Compare a write of a parameter with the same in float64."""
         step = self._stepping[_key(output)]
-        before, step.value = step.value, _sample(output).clone()
+        before, step.value = step.value, sample(output, _MAX_ELEMENTS).clone()
         args, kwargs = call.arguments()
         if call.op.on_lists:
             args, kwargs = item_of((args, kwargs), index, len(call.outputs))
@@ -173,7 +162,7 @@ class Updates(Check):
         if exact is None or exact.shape != output.shape or before.shape != step.value.shape:
             del self._stepping[_key(output)]
             return
-        step.exact += _sample(exact).double() - before.double()
+        step.exact += sample(exact, _MAX_ELEMENTS).double() - before.double()
         step.op = call.op.name
 
     def step_ended(self, optimizer: Any, *, complete: bool = True) -> None:
@@ -185,9 +174,9 @@ class Updates(Check):
     # --- findings
 
     def ended(self) -> None:
-        for state in self._optimizers.values():
-            if state.steps >= _MIN_STEPS:
-                self._add_gradients(state)
+        for optimizer, zero in self._zero.items():
+            if self._steps[optimizer] >= _MIN_STEPS:
+                self._add_gradients(zero)
         updates = {p: each for p, each in self._updates.items() if len(each.steps) >= _MIN_STEPS}
         lost = sum(each.lost for each in updates.values()) / max(1, len(updates))
         if lost <= 0.2:
@@ -195,48 +184,28 @@ class Updates(Check):
         parameter, most = max(updates.items(), key=lambda item: item[1].lost)
         name = self.run.names_of([parameter])
         why = f"{most.lost:.0%} of the update of {name} is below half a unit in the last place"
+        what = f"{lost:.0%} of the optimizer's updates of 16-bit weights are rounded away"
+        fix = "keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"
+        grade: Grade = "precision loss" if lost > 0.3 or most.lost > 0.5 else "note"
         place = Place(*self._place.site, op=most.op, phase="optimizer")
-        self.add(
-            Finding(
-                grade="precision loss" if lost > 0.3 or most.lost > 0.5 else "note",
-                check=self.name,
-                cause=Cause("update rounded away", why),
-                what=f"{lost:.0%} of the optimizer's updates of 16-bit weights are rounded away",
-                place=place,
-                fix=Fix("keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"),
-                last=self.run.step - 1,
-            )
-        )
+        self._add(place, grade, Cause("update rounded away", why), what, fix)
 
-    def _add_gradients(self, state: _Optimizer) -> None:
-        """Add the parameters whose gradients were 0 in each step."""
-        rounded = {p: zeros for p, zeros in state.zero.items() if zeros is not None and zeros.rounded}
-        for p, zeros in rounded.items():
-            finding = Finding(
-                grade="precision loss" if zeros.counts else "note",
-                check=self.name,
-                cause=Cause("underflow", f"rounding to {zeros.place.dtype} makes all of it 0"),
-                what=f"the gradient of {self.run.names_of([p])} is 0",
-                place=zeros.place,
-                last=self.run.step - 1,
-            )
-            finding.fix = Fix("scale the loss: ampkit.GradScaler, or compute this in float32")
+    def _add_gradients(self, zero: dict[Tensor, _Zeros | None]) -> None:
+        """Add the parameters whose gradients were 0 in each step, because of rounding."""
+        for p, zeros in zero.items():
+            if zeros is None or not zeros.rounded:
+                continue
+            fix = "scale the loss: ampkit.GradScaler, or compute this in float32"
             if zeros.place.dtype == "bfloat16":  # has the range of float32
-                text = (
-                    "keep these numbers above 1e-38, the bfloat16 minimum: another scale, or products in another order"
+                fix = (
+                    "keep these numbers above 1e-38, the bfloat16 minimum: another scale, or another order of products"
                 )
-                finding.fix = Fix(text)
-            self.add(finding)
-        exact = [p for p in state.zero if p not in rounded]
-        if exact:
-            what = f"the gradient of {self.run.names_of(exact)} is exactly 0"
-            finding = Finding(grade="note", check=self.name, cause=Cause("zero gradient"), what=what)
-            origin, finding.last = state.zero[exact[0]], self.run.step - 1
-            finding.place = self._place if origin is None else origin.place
-            if origin is not None:
-                why = f"{origin.place.operator} returns only zeros, in float64 too"
-                finding.cause = Cause("zero gradient", why)
-            self.add(finding)
+            cause = Cause("underflow", f"rounding to {zeros.place.dtype} makes all of it 0")
+            grade: Grade = "precision loss" if zeros.counts else "note"
+            self._add(zeros.place, grade, cause, f"the gradient of {self.run.names_of([p])} is 0", fix)
+
+    def _add(self, place: Place, grade: Grade, cause: Cause, what: str, fix: str) -> None:
+        self.found(place, grade, cause, what, fix, step=0, last=self.run.step - 1)
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:
@@ -248,8 +217,3 @@ def _units_in_the_last_place(values: Tensor) -> Tensor:
     info = torch.finfo(values.dtype)
     exponents = torch.frexp(values.double().abs().clamp_min(info.smallest_normal)).exponent - 1
     return info.eps * torch.exp2(exponents.double())
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return evenly spaced elements of a tensor that is not empty."""
-    return tensor.detach().flatten()[:: math.ceil(tensor.numel() / _MAX_ELEMENTS)]

@@ -16,7 +16,6 @@ from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
 # Operators whose exact results are seldom 0 if their operands are not.
 _MAKE_SMALL = frozenset({"mul", "div", "exp", "pow", "_to_copy", "square", "prod", "mm", "bmm", "addmm"})
-_CHECKED_CALLS = 3  # calls of a line that are checked; then one of 64
 _MIN_CASTS = 8  # casts in hooks before a finding: a single one may be nothing but rounding itself
 _LARGE_ERROR = 0.1  # of a 2-norm
 
@@ -28,7 +27,6 @@ class Zeros(Check):
 
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
-        self._calls: dict[tuple[int, int], int] = {}
         self._hook_errors: dict[tuple[int, int], list[float]] = {}  # of the user's casts in backward, by 2-norm
         self._hook_places: dict[tuple[int, int], Place] = {}
 
@@ -46,8 +44,7 @@ class Zeros(Check):
         is_subnormal = 0 < largest < smallest
         if not is_subnormal and (not low <= 0 <= high or (output.dtype is torch.bfloat16 and low != high)):
             return
-        calls = self._calls[call.site] = self._calls.get(call.site, 0) + 1
-        if calls > _CHECKED_CALLS and calls % 64:
+        if not self.is_chosen(call.site):
             return
         zeros = output == 0
         if not is_subnormal and not bool(zeros.any()):

@@ -16,6 +16,7 @@ from ampkit.debugging.finding import Finding
 IDS = torch.arange(300)
 TIMES = torch.arange(64, dtype=torch.float64) * 10 + 1.7e9
 COARSE = torch.from_numpy(TIMES.numpy().astype("float32"))  # a cast that torch does not do
+HALF = torch.from_numpy(torch.arange(6000).numpy().astype("float16"))
 IMAGE = torch.arange(256, dtype=torch.uint8)
 
 
@@ -42,9 +43,20 @@ def embedded(dtype: torch.dtype, ids: Tensor) -> None:
     F.embedding(ids, weight).sum().backward()
 
 
-def guarded(dtype: torch.dtype, eps: float, offset: float = 0.5) -> Tensor:
-    x = torch.rand(4, 8).to(dtype) + offset
-    return x / (x.sum(-1, keepdim=True) + eps)
+def quantized(x: Tensor) -> None:
+    """As in quantization-aware training: weights on 255 numbers, with a gradient as if they were not rounded."""
+    layer = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        step = layer.weight.detach().abs().max() / 127
+        rounded = (layer.weight / step).round().clamp(-127, 127)
+        weight = layer.weight + (rounded * step - layer.weight).detach()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.linear(x, weight, layer.bias).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        assert rounded.to(torch.int8).unique().numel() > 8
 
 
 LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -63,9 +75,9 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
     "timestamps in float32": (lambda: TIMES.float(), "precision loss"),
     "large ids in float32": (lambda: (torch.arange(64) + 2**27).float(), "precision loss"),
     "offsets in half": (lambda: (torch.arange(64) / 64 + 1000).half(), "precision loss"),
-    "an eps of 0": (lambda: guarded(torch.float16, 1e-8), "note"),
     "differences of data": (lambda: COARSE - COARSE.flip(0), "precision loss"),
-    "pressures in bfloat16": (lambda: (torch.randn(64) * 5 + 1013).requires_grad_().bfloat16() * 2, "precision loss"),
+    "pressures in bfloat16": (lambda: (torch.randn(64) * 5 + 1013).requires_grad_().bfloat16() * 2, "note"),
+    "ids of a table in half": (lambda: HALF.long(), "note"),
     "weights replaced": (lambda: replaced(lambda model: model.bfloat16().float()), "error"),
     "weights copied": (
         lambda: replaced(lambda m: m.load_state_dict({k: v.half() for k, v in m.state_dict().items()})),
@@ -93,14 +105,11 @@ SILENT: dict[str, Callable[[], Any]] = {
         torch.randn(4096, dtype=torch.float64).float(),
         torch.linspace(0, 1, 4096).double().float(),
     ),
-    "an eps that counts": lambda: (
-        guarded(torch.float16, 1e-4),
-        guarded(torch.bfloat16, 1e-8),
-        torch.ones(2).half() + 1e-8,
-    ),
     "weights rounded once": lambda: replaced(lambda model: model.bfloat16().float(), first=0, steps=1),
     "a copy in 16 bits": lambda: replaced(lambda model: nn.Linear(4, 4).bfloat16().load_state_dict(model.state_dict())),
     "few in one place": lambda: torch.zeros(64).half().index_put_((torch.arange(64) % 8,), torch.rand(64).half(), True),
+    "quantization": lambda: quantized(torch.randn(64, 16)),
+    "classes and images": lambda: (F.one_hot(IDS % 8).bfloat16(), IMAGE.bfloat16() / 255, IMAGE.half().long()),
     "cumsum": lambda: torch.rand(64).bfloat16().cumsum(0),
     "gradient in float32": lambda: embedded(torch.float32, torch.zeros(2000).long()),
 }

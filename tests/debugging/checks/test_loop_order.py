@@ -92,6 +92,31 @@ def critic_without_scaling(actor: nn.Module, actors: torch.optim.Optimizer, scal
         scaler.update()
 
 
+def gradients_of_tasks(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """As in gradient surgery: gradients of each task are cleared after they are copied, and then combined."""
+    for _ in range(4):
+        tasks: list[list[Tensor]] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            tasks.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for p, *gradients in zip(model.parameters(), *tasks, strict=True):
+            p.grad = torch.stack(gradients).mean(0)
+        optimizer.step()
+
+
+def adversarial_examples(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """The gradients of the input are used; the last ones train."""
+    for _ in range(4):
+        x = torch.randn(4, 8, requires_grad=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            assert x.grad is not None
+            x = (x + 0.1 * x.grad.sign()).detach().requires_grad_()
+        optimizer.step()
+
+
 def layers_one_by_one(*_: Any) -> None:
     """Each with an optimizer and a loss of its own."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
@@ -132,7 +157,7 @@ WITH_A_SCALER = (scheduler_by_epoch, keywords_and_sparse_gradients, wrapped_opti
 EXAMPLES_OF_LOOPS = ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty", "loops_accelerate")
 LOOPS: list[tuple[Callable[..., None], Any]] = [
     *((loop, cls) for cls in SCALERS for loop in WITH_A_SCALER),
-    (layers_one_by_one, GradScaler),
+    *((loop, GradScaler) for loop in (gradients_of_tasks, adversarial_examples, layers_one_by_one)),
     *((functools.partial(guarded, way), GradScaler) for way in ("in one call", "scale", "no scale")),
     *((functools.partial(example, name), GradScaler) for name in EXAMPLES_OF_LOOPS),
 ]

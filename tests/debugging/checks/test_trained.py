@@ -20,7 +20,7 @@ from ampkit.debugging.finding import Finding
 from tests.debugging.models import Middle, mlp
 from tests.debugging.planted import by_name, lines_of
 
-CHECKS = ("trained", "unchanged", "clipping")
+CHECKS = ("trained", "unchanged", "clipping", "loop order")
 Program = Callable[[Any], Any]  # of a model with two layers
 
 
@@ -60,15 +60,13 @@ def found(program: Program) -> list[Finding]:
 
 
 class Hidden(nn.Module):
-    def __init__(self, tensor: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.layers = {"a": [nn.Linear(4, 4)]}  # hidden layer
-        self.scale = torch.ones(4, requires_grad=True)  # hidden tensor
-        self.tensor = tensor
+        self.layers = {"a": [nn.Linear(4, 4)]}  # hidden
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) * self.scale if self.tensor else self.layers["a"][0](self.first(x))
+        return self.layers["a"][0](self.first(x))
 
 
 def in_forward(x: Tensor, first: nn.Module) -> Tensor:
@@ -80,6 +78,14 @@ def without_grad(x: Tensor, first: nn.Module, last: nn.Module) -> Tensor:
     with torch.no_grad():  # no grad
         x = first(x)
     return last(x)
+
+
+class Tower(nn.Linear):
+    forward = torch.no_grad()(nn.Linear.forward)
+
+
+def on_tower(x: Tensor, tower: nn.Module, last: nn.Module) -> Tensor:
+    return last(tower(x))  # tower
 
 
 def of_data(x: Tensor, first: Any, last: nn.Module) -> Tensor:
@@ -165,13 +171,14 @@ FAULTS: dict[str, tuple[Program, str, str]] = {
                "error not held", "1.weight, 1.bias, and no optimizer"),
     "last": (lambda m: train(m, SGD(m[0].parameters(), 0.1)), "error not held", "2.weight, 2.bias, and no optimizer"),
     "first": (lambda m: train(m, SGD(m[2].parameters(), 0.1)), "note not held", "0.weight, 0.bias"),
-    "hidden layer": (lambda m: train(m := Hidden(), sgd(m)),
-                     "error hidden", "Hidden.layers['a'][0].weight, Hidden.layers['a'][0].bias"),
-    "hidden tensor": (lambda m: train(m := Hidden(True), sgd(m)), "error hidden", "Hidden.scale"),
+    "hidden": (lambda m: train(m := Hidden(), sgd(m)),
+               "error hidden", "of float32[4, 4], float32[4], and no optimizer uses them"),
     "in forward": (lambda m: train(m := Middle(in_forward, m), sgd(m)),
                    "error made in forward", "a parameter, float32[4, 4], is made in each forward"),
     "no grad": (lambda m: train(m := Middle(without_grad, *m[::2]), sgd(m)),
-                "error no autograd", "of layers.0.weight, layers.0.bias is missing"),
+                "note no autograd", "of layers.0.weight, layers.0.bias is missing"),
+    "tower": (lambda m: train(m := Middle(on_tower, Tower(4, 4), m[2]), sgd(m)),
+              "error no autograd", "of layers.0.weight, layers.0.bias is missing"),
     "data": (lambda m: train(m := Middle(of_data, *m[::2]), sgd(m)),
              "error no autograd", "of layers.0.weight, layers.0.bias is missing"),
     "without gradients": (lambda m: train(m, sgd(m), SGD(mlp(4, 3).parameters(), 0.1)),
