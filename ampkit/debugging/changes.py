@@ -276,10 +276,12 @@ class NoCache:
     def around(self) -> Iterator[None]:
         """Return a context in which a training runs as if the code were there."""
         set_enabled, before = torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()
-        with _replaced(torch, set_autocast_cache_enabled=lambda enabled: set_enabled(False)):
-            set_enabled(False)
-            yield
-        set_enabled(before)
+        try:
+            with _replaced(torch, set_autocast_cache_enabled=lambda enabled: set_enabled(False)):
+                set_enabled(False)
+                yield
+        finally:
+            set_enabled(before)
 
 
 @dataclass(frozen=True)
