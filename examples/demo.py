@@ -483,7 +483,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         times = doctor.measure(device)
         dtype = options.dtype or sixteen_bit(times)
-        print(f"ampkit doctor, on this device: {doctor.advice(times)}.", flush=True)
+        print(f"ampkit doctor, on this device: {doctor.recommendation(times)}.", flush=True)
         is_emulated = times[dtype_name(DTYPES[dtype])].native is False
         results["emulated"] = dtype if is_emulated else None
         for name in names:
