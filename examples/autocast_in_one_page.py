@@ -88,15 +88,15 @@ def below_the_key(op, *args, **kwargs):
         return op(*args, **kwargs)
 
 
-def entry_of(op):
+def stub_of(op):
     """Return the function that the dispatcher calls for `op` while the key is included."""
 
-    def entry(*args, **kwargs):
+    def stub(*args, **kwargs):
         if thread.mode is None:  # a worker thread of autograd, for a backward that was called inside a region
             return below_the_key(op, *args, **kwargs)
         return thread.mode.__torch_dispatch__(op, (), args, kwargs)
 
-    return entry
+    return stub
 
 
 class Thread(threading.local):
@@ -105,9 +105,9 @@ class Thread(threading.local):
 
 thread = Thread()
 libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-libraries[0].fallback(torch.library.fallthrough_kernel, KEY_NAME)  # operators without an entry cost nothing
+libraries[0].fallback(torch.library.fallthrough_kernel, KEY_NAME)  # operators without a stub cost nothing
 for op in RULE_OF:
-    libraries[1].impl(op, entry_of(op), KEY_NAME)
+    libraries[1].impl(op, stub_of(op), KEY_NAME)
 
 
 @contextmanager

@@ -33,8 +33,9 @@ PATTERNS = {
         "beside|[Dd]ear|[Mm]end(?:s|ed|ing)?|kin|oracle|verdict|meanwhile|shall",
         "[Ll]ooks? (?:at|for|like)",
     ],
+    "bitwise identical": ["to the bit", r"(?:has|have|with|gives?) [\w.]+'s bits"],
     "a compound noun: '16-bit weights'": [
-        "(?:in|of) 16 bits",
+        "(?:in|of) 16 bits|(?:in|of) half(?! (?:precision|of|the|a)\\b)",
         "(?:weights|moments|models|masters|tensors|operators|casts|rules|gradients|norms) of b?float[0-9]+",
     ],
     "'also', 'too', 'alone', 'at once' in this place": [
