@@ -38,7 +38,7 @@ class _Pair:
 
 
 class MasterWeights:
-    """Gives an optimizer float32 masters for its float16 and bfloat16 parameters.
+    """Gives an optimizer float32 masters for its float16 and bfloat16 parameters (Micikevicius et al., 2018).
 
     Afterwards `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
     `step` moves the gradients to the masters, updates the masters, rounds them into the model and drops their
@@ -161,7 +161,7 @@ class MasterWeights:
     def state_dict(self) -> dict[str, Any]:
         """Return the masters in the order of the parameter groups; the tensors share their storage.
 
-        Together with the optimizer's own `state_dict` it resumes a run to the bit.
+        Together with the optimizer's own `state_dict` it resumes a run with bitwise identical results.
         """
         return {"masters": [master.detach() for master in self._in_groups()]}
 

@@ -22,7 +22,7 @@ def float8_layers(policy: Policy, model: Module) -> list[str]:
     """List each `nn.Linear` of `model`, and each `Conv1D` of transformers, with the rule that it follows.
 
     A line has the layer's path, its size (N, K) and the rule in a region with `policy`, rules for modules included. For
-    a layer under an FP8 rule that follows LOWER, the line has the reason.
+    a layer under an FP8 rule that follows LOWER, the line has the reason. Runs nothing.
 
     Args:
         policy: a policy.

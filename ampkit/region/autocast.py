@@ -46,7 +46,7 @@ class autocast:
         dtype: the dtype, or its name, of operators in low precision; None: the enclosing region's. The
             outermost region uses float16 on accelerators and bfloat16 on CPU.
         enabled: False makes a disabled region, in which nothing is cast.
-        cache_enabled: whether the cast of a weight is kept until the outermost region of the thread ends; None: as
+        cache_enabled: whether the cast of a weight is cached until the outermost region of the thread ends; None: as
             in the enclosing region, or True without one. An outer `autocast(device_type, enabled=False)` around several
             regions keeps their casts: around micro-batches, or the tokens of a generation loop.
         policy: a policy for the device type, "torch" or "default"; None: the enclosing region's policy for this device
