@@ -95,9 +95,9 @@ def drawn(model: Model, seed: int, steps: int) -> tuple[nn.Module, list[Batch]]:
 def truth(model: Model, seed: int) -> dict[str, Any]:
     """Return the gap of a whole training, relative to the reference's loss."""
     losses = []
-    for cheap in (False, True):
+    for low in (False, True):
         module, batches = drawn(model, seed, STEPS)
-        run = list(train(model, module, batches, lambda m=module, c=cheap: region(model, m) if c else reference(model)))
+        run = list(train(model, module, batches, lambda m=module, c=low: region(model, m) if c else reference(model)))
         losses.append(statistics.mean(run[-60:]))
     return {"loss": losses[0], "gap": losses[1] / losses[0] - 1}
 
