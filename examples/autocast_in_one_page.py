@@ -1,7 +1,7 @@
 """Autocast on one page: a dispatch key, a rule table, casts, a cache of weight casts.
 
-Written for reading; docs/how-it-works.md says what ampkit adds to each part, and where. It registers at the dispatch
-key that ampkit uses, so one process has either this page's regions or ampkit's.
+Written for reading; docs/how-it-works.md lists the additions of ampkit to each part, and their files. It registers at
+the dispatch key that ampkit uses, so one process has either this page's regions or ampkit's.
 """
 
 import threading
@@ -36,14 +36,14 @@ KEY = torch._C._dispatch_key_parse(KEY_NAME)
 
 
 class AutocastMode(TorchDispatchMode):
-    """What an open region does to an operator. It is at a key above autograd, so its casts are differentiated."""
+    """The handler of operators in an open region. It is at a key above autograd, so its casts are differentiated."""
 
     def __init__(self, device_type, dtype, casts):
         super().__init__()
         self.device_type, self.dtype, self.casts = device_type, dtype, casts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Call the operator on arguments that are cast as its rule says."""
+        """Call the operator on arguments that are cast by its rule."""
         kwargs, rule = kwargs or {}, RULE_OF[func]
         dtype = self.dtype if rule is LOWER else torch.float32
         if rule is PROMOTE:

@@ -88,7 +88,7 @@ def files() -> list[Path]:
     """Return the pages of the repository, and the Python files whose docstrings and comments are checked."""
     top = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")]
     folders = (ROOT / ".github", ROOT / "docs", ROOT / "tests")
-    packages = (ROOT / "ampkit", ROOT / "kernels" / "ampkit_kernels")
+    packages = (ROOT / "ampkit", ROOT / "kernels" / "ampkit_kernels", ROOT / "examples")
     pages = [page for folder in folders for page in sorted(folder.rglob("*.md"))]
     return [*top, *pages, *(file for package in packages for file in sorted(package.rglob("*.py")))]
 
