@@ -11,7 +11,7 @@ import ampkit
 
 # Name of the command -> (module with `main(argv) -> int | None`, its purpose). Imported when chosen.
 COMMANDS = {
-    "debug": ("ampkit.debugging.cli", "find the operator, module and line of a script that goes wrong"),
+    "debug": ("ampkit.debugging.cli", "find the line and operator that cause NaN or lost precision in a script"),
     "doctor": ("ampkit.doctor", "report the dtypes that this machine supports, their speed, and wrong results"),
     "explain": ("ampkit.explain", "report the rule of an operator under autocast, and why"),
 }

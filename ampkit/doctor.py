@@ -1,7 +1,7 @@
 """`ampkit doctor`: formats that this machine can run, how fast, the implementations used, and whether they are right.
 
 Prints versions, whether autocast works with this PyTorch version, and for each device the time of a matrix product and
-of a convolution in each format with advice on which one to train in, and the implementation that `impl="auto"` selects.
+of a convolution in each format, the format to train in, and the implementation that `impl="auto"` selects.
 Then it compares 16-bit products with float32 ones, and a few steps on small tensors with float64. `--json` prints the
 same for programs. The exit code is 1 if torch is too old, autocast does not work, or a result is wrong, otherwise 0.
 """
@@ -84,10 +84,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report() -> dict[str, Any]:
-    """Return the contents of `--json`: numbers, strings, lists and None, which stands for no fault."""
+    """Return the contents of `--json`: numbers, strings, lists and None, which stands for no problem."""
     torch_report, device_reports = _torch(), [_device(device) for device in devices()]
-    faults = [torch_report["autocast"], *(fault for found in device_reports for fault in found["checks"].values())]
-    all_well = parsed(torch.__version__) >= OLDEST and not any(faults)
+    problems = [
+        torch_report["autocast"],
+        *(problem for found in device_reports for problem in found["checks"].values()),
+    ]
+    all_well = parsed(torch.__version__) >= OLDEST and not any(problems)
     versions = {"ampkit": ampkit.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
     return {**versions, "torch": torch_report, "devices": device_reports, "all_well": all_well}
 
@@ -102,11 +105,11 @@ def _torch() -> dict[str, Any]:
     """Return versions, and whether autocast works. For versions newer than the tested ones, the self-check decides."""
     version = parsed(torch.__version__)
     try:
-        fault = self_check.fault()
+        problem = self_check.problem()
     except RuntimeError as error:
-        fault = str(error)
+        problem = str(error)
     tested = OLDEST <= version <= NEWEST
-    return {"version": torch.__version__, "supported": SUPPORTED, "tested": tested, "autocast": fault}
+    return {"version": torch.__version__, "supported": SUPPORTED, "tested": tested, "autocast": problem}
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -128,12 +131,12 @@ def _device(device: torch.device) -> dict[str, Any]:
         found["name"] = f"{name}, compute capability {major}.{minor}"
         found["remarks"] = list(_remarks((major, minor)))
         if (major, minor) == (7, 5) and WRONG_FLOAT16.search(name):
-            found["advice"] = (
-                "train in float32: float16 convolutions are known to give NaN on this series "
+            found["recommendation"] = (
+                "train in float32: float16 convolutions can give NaN on this series "
                 "(github.com/pytorch/pytorch/issues/77955)"
             )
     checks = {name: check for name, check in CHECKS.items() if check is not _float8 or not missing_float8}
-    return found | {"checks": {name: _fault(check, device) for name, check in checks.items()}}
+    return found | {"checks": {name: _problem(check, device) for name, check in checks.items()}}
 
 
 def _remarks(capability: tuple[int, int]) -> Iterator[str]:
@@ -152,13 +155,13 @@ def _remarks(capability: tuple[int, int]) -> Iterator[str]:
 
 
 def _times(device: torch.device) -> dict[str, Any]:
-    """Return times in each format, and advice; the reason if the measurement fails."""
+    """Return times in each format, and a recommendation; the reason if the measurement fails."""
     try:
         times = measure(device)
     except (RuntimeError, AssertionError) as error:  # such as too little memory: not a reason to distrust ampkit
-        return {"dtypes": [], "advice": None, "not_timed": f"{type(error).__name__}: {error}"}
+        return {"dtypes": [], "recommendation": None, "not_timed": f"{type(error).__name__}: {error}"}
     rows = [{"dtype": name} | asdict(took) for name, took in times.items()]
-    return {"dtypes": rows, "advice": advice(times), "not_timed": None}
+    return {"dtypes": rows, "recommendation": recommendation(times), "not_timed": None}
 
 
 # --- times
@@ -209,27 +212,27 @@ def best_dtype(times: Mapping[str, FormatTime]) -> torch.dtype:
     return torch.bfloat16 if bfloat16.times(float16) <= AS_FAST else torch.float16
 
 
-def advice(times: Mapping[str, FormatTime]) -> str:
+def recommendation(times: Mapping[str, FormatTime]) -> str:
     """Return one sentence on the dtype to train in, with the ratios that support it."""
     single, bfloat16, float16 = times["float32"], times["bfloat16"], times["float16"]
     best = best_dtype(times)
     if best == torch.float32:
-        ratios = f"bfloat16 takes {_ratio(bfloat16, single)} its time, float16 {_ratio(float16, single)}"
-        return f"train in float32, no 16-bit dtype is faster here: {ratios}"
+        ratios = f"bfloat16 takes {_ratio(bfloat16, single)} as long, float16 {_ratio(float16, single)}"
+        return f"train in float32; no 16-bit dtype is faster here: {ratios}"
     if best == torch.float16:
-        ratios = f"{_ratio(float16, single)} float32's time, and bfloat16 {_ratio(bfloat16, float16)} float16's"
-        return f"train in float16 with a GradScaler: it takes {ratios}"
+        other = f"bfloat16 takes {_ratio(bfloat16, float16)} as long as float16"
+        return f"train in float16 with a GradScaler: it takes {_ratio(float16, single)} as long as float32; {other}"
     if float16.times(bfloat16) <= AS_FAST:
         other = "float16, with a GradScaler, is as fast"
     else:
         emulated = "is emulated and " if float16.native is False else ""
-        other = f"float16 {emulated}takes {_ratio(float16, bfloat16)} bfloat16's"
-    return f"train in bfloat16: it takes {_ratio(bfloat16, single)} float32's time; {other}"
+        other = f"float16 {emulated}takes {_ratio(float16, bfloat16)} as long as bfloat16"
+    return f"train in bfloat16: it takes {_ratio(bfloat16, single)} as long as float32; {other}"
 
 
 def _ratio(one: FormatTime, other: FormatTime) -> str:
     ratio = one.times(other)
-    return f"{ratio:.2f} of" if ratio < 1 else f"{ratio:.1f} times" if ratio < 10 else f"{ratio:.0f} times"
+    return f"{ratio:.2f}x" if ratio < 1 else f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _jobs(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
@@ -296,12 +299,12 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{device['device']}: {device['name']}{threads}"
         yield from (f"  {remark}" for remark in device["remarks"])
         yield from (f"  {line}" for line in _table(device["dtypes"]))
-        yield f"  not timed: {device['not_timed']}" if device["not_timed"] else f"  advice   {device['advice']}"
+        yield f"  not timed: {device['not_timed']}" if device["not_timed"] else f"  {device['recommendation']}"
         yield f"  kernels  {device['kernels']}"
         yield f"  FP8      {device['float8']}"
-        yield from (_result(name, fault) for name, fault in device["checks"].items())
+        yield from (_result(name, problem) for name, problem in device["checks"].items())
     yield ""
-    yield "all well" if found["all_well"] else "something is wrong: see above"
+    yield "all well" if found["all_well"] else "a check failed: see above"
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -317,14 +320,14 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     return table([header, *cells], {"matrix product", "convolution"})
 
 
-def _result(checked: str, fault: str | None) -> str:
-    return f"  ok       {checked}" if fault is None else f"  FAIL     {checked}: {fault}"
+def _result(checked: str, problem: str | None) -> str:
+    return f"  ok       {checked}" if problem is None else f"  FAIL     {checked}: {problem}"
 
 
 # --- checks
 
 
-def _fault(check: Callable[[torch.device], Comparison], device: torch.device) -> str | None:
+def _problem(check: Callable[[torch.device], Comparison], device: torch.device) -> str | None:
     try:
         result, expected, allowed = check(device)
     except Exception as error:  # reported with the other checks

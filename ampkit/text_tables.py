@@ -46,8 +46,8 @@ def shortened(cell: str, width: int) -> str:
     """Return the cell, or its beginning and end around "...": module paths and files differ at both."""
     if len(cell) <= width:
         return cell
-    kept = width - 3
-    return f"{cell[: kept // 2]}...{cell[len(cell) - (kept - kept // 2) :]}"
+    n_shown = width - 3
+    return f"{cell[: n_shown // 2]}...{cell[len(cell) - (n_shown - n_shown // 2) :]}"
 
 
 def terminal_width() -> int | None:

@@ -1,4 +1,4 @@
-"""Benchmarks of ampkit beside torch.amp, on the same work in the same run: `python -m benchmarks`.
+"""Benchmarks of ampkit and torch.amp, on the same work in the same run: `python -m benchmarks`.
 
 `registry` lists the cases, `case` defines a case, `measure` times it; `report` turns a result file into Markdown,
 `compare` lists what got slower between two result files.

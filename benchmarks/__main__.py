@@ -25,7 +25,7 @@ RESULTS, RUNNING = "results.jsonl", "running.json"
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    command = argparse.ArgumentParser(prog="python -m benchmarks", description="ampkit beside torch.amp, pair by pair")
+    command = argparse.ArgumentParser(prog="python -m benchmarks", description="ampkit and torch.amp, pair by pair")
     command.add_argument("patterns", nargs="*", help="cases by shell pattern: 'training/*', '*/char-GPT*'")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--list", action="store_true", help="name the cases and stop")
@@ -105,7 +105,7 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
         raise ValueError(f"--out: cannot write into {options.out} ({error.strerror})") from None
     earlier: list[Row] = []
     if options.resume and path.exists():
-        results.mend(path)
+        results.drop_incomplete_line(path)
         earlier = results.load(path) if path.stat().st_size else []
     if earlier:
         environment = earlier[0]["environment"]

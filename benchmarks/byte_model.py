@@ -28,8 +28,8 @@ class Bytes:
 
 def step(state: int, weight: int = 4, state_of: int = 4, remainder: int = 0) -> Bytes:
     """Return an optimizer's step with `state` tensors per weight; gradients have the weights' bytes per element."""
-    kept = weight + state * state_of + remainder
-    return Bytes(kept + weight, kept)
+    held = weight + state * state_of + remainder
+    return Bytes(held + weight, held)
 
 
 UNSCALE = Bytes(4, 4)

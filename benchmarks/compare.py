@@ -22,13 +22,13 @@ THRESHOLD = 0.03
 
 @dataclass(frozen=True)
 class Change:
-    """One side of one case in both files. `verdict` is "slower", "faster" or "same"."""
+    """One side of one case in both files. `direction` is "slower", "faster" or "same"."""
 
     case: str
     side: str
     old: dict[str, float]
     new: dict[str, float]
-    verdict: str
+    direction: str
 
     @property
     def factor(self) -> float:
@@ -46,11 +46,11 @@ def compare(old: Sequence[Row], new: Sequence[Row], threshold: float = THRESHOLD
             continue
         for name in row["sides"].keys() & earlier["sides"].keys() - {row["base"]}:
             a, b = earlier["sides"][name]["ratio"], row["sides"][name]["ratio"]
-            changes.append(Change(f"{row['family']}/{row['name']}", name, a, b, _verdict(a, b, threshold)))
+            changes.append(Change(f"{row['family']}/{row['name']}", name, a, b, _direction(a, b, threshold)))
     return sorted(changes, key=lambda change: (-change.factor, change.case, change.side))
 
 
-def _verdict(old: dict[str, float], new: dict[str, float], threshold: float) -> str:
+def _direction(old: dict[str, float], new: dict[str, float], threshold: float) -> str:
     if new["low"] > old["high"] and new["median"] > old["median"] * (1 + threshold):
         return "slower"
     if new["high"] < old["low"] and new["median"] < old["median"] * (1 - threshold):
@@ -62,13 +62,13 @@ def text(old: Sequence[Row], new: Sequence[Row], changes: Sequence[Change]) -> s
     """Return the comparison as Markdown."""
     heads = {"old": old[0]["environment"], "new": new[0]["environment"]}
     lines = [f"{name}: {e['commit']}, torch {e['torch']}, {e['device']}, {e['date']}" for name, e in heads.items()]
-    for verdict in ("slower", "faster"):
-        changed = [change for change in changes if change.verdict == verdict]
+    for direction in ("slower", "faster"):
+        changed = [change for change in changes if change.direction == direction]
         if changed:
-            lines += ["", f"| {verdict} | side | old ratio | new ratio | factor |", "| --- | --- | --- | --- | --- |"]
-            changed = changed if verdict == "slower" else changed[::-1]
+            lines += ["", f"| {direction} | side | old ratio | new ratio | factor |", "| --- | --- | --- | --- | --- |"]
+            changed = changed if direction == "slower" else changed[::-1]
             lines += [f"| {c.case} | {c.side} | {spread(c.old)} | {spread(c.new)} | {c.factor:.2f} |" for c in changed]
-    same = sum(change.verdict == "same" for change in changes)
+    same = sum(change.direction == "same" for change in changes)
     return "\n".join([*lines, "", f"{len(changes)} compared, {same} the same within their spread"])
 
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     changes = compare(old, new, options.threshold)
     print(text(old, new, changes))
-    return int(options.fail and any(change.verdict == "slower" for change in changes))
+    return int(options.fail and any(change.direction == "slower" for change in changes))
 
 
 if __name__ == "__main__":

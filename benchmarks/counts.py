@@ -1,7 +1,7 @@
-"""Counts beside the times: Python calls, copies, kernel launches, peak memory. Extra runs, untimed.
+"""Counts next to the times: Python calls, copies, kernel launches, peak memory. Extra runs, untimed.
 
 Copies, launches and memory are counted by torch's profiler; a dispatch mode would keep weight casts from being cached.
-`python -m benchmarks.counts` prints the Python calls that run in every training step, ampkit's beside torch.amp's:
+`python -m benchmarks.counts` prints the Python calls that run in every training step, ampkit's and torch.amp's:
 unlike times, they do not depend on how busy the machine is. `--trace NAME` lists the functions.
 """
 
@@ -203,7 +203,7 @@ JOBS: dict[str, Callable[[bool], contextlib.AbstractContextManager[Counted]]] = 
     "scaler.step, torch's AdamW": functools.partial(_scaler, "step"),
     "scaler.update": functools.partial(_scaler, "update"),
     "unscale, check and clip": functools.partial(_scaler, "clip"),
-    "ampkit.optim.AdamW.step beside torch's fused": _optimizer,
+    "ampkit.optim.AdamW.step and torch's fused": _optimizer,
 }
 
 

@@ -16,4 +16,4 @@ def must_answer(device: torch.device) -> None:
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        raise DeviceLostError(f"{device} answers no more: {str(error).splitlines()[0]}") from error
+        raise DeviceLostError(f"{device} does not respond: {str(error).splitlines()[0]}") from error

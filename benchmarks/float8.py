@@ -1,4 +1,4 @@
-"""FP8: casts beside PyTorch's operators, and a linear layer forward and backward beside bf16 and torchao.
+"""FP8: casts compared with PyTorch's operators, a linear layer forward and backward with bf16 and torchao.
 
 On a CPU the same cases run over small matrices with PyTorch's operators on both sides: a rehearsal.
 """

@@ -23,7 +23,7 @@ HUGE = 2e5  # of a constant channel, as of a massive activation
 
 @dataclass(frozen=True)
 class Model:
-    """A model, its batches, and the precision that is judged: FP8 against bfloat16, or 16 bits against float32."""
+    """A model, its batches, and the precision that is tested: FP8 against bfloat16, or 16 bits against float32."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -33,7 +33,7 @@ class Model:
     dtype: torch.dtype = torch.bfloat16
     lr: float = 3e-3
     everyday: bool = True  # whether it is run unless it is named
-    kept: str = ""  # a module that the policy to judge keeps in the region's dtype
+    low_precision: str = ""  # a module that the tested policy runs in the region's dtype
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -291,7 +291,7 @@ MODELS = [
         lambda: char_gpt(128, 4),
         characters,
         rule=ROW,
-        kept="head",
+        low_precision="head",
         everyday=False,
     ),
 ]

@@ -26,7 +26,7 @@ def pass_gate() -> str:
     """
     if importlib.util.find_spec("pytest") is None:
         raise RuntimeError(
-            "pytest is not installed, so no test can vouch for the figures; install it or use "
+            "pytest is not installed, so the figures are not tested; install it or use "
             "--no-gate, and the report will say so"
         )
     print("running tests first", flush=True)

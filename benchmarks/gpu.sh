@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, straight from a checkout, in two halves of under nine minutes each:
-#   benchmarks/gpu.sh kernels      checks, kernels beside torch's, tuning, GPU tests, memory checker -> OUT/kernels
-#   benchmarks/gpu.sh models       training steps and micro cases beside torch.amp -> OUT/models
+#   benchmarks/gpu.sh kernels      checks, kernels and torch's, tuning, GPU tests, memory checker -> OUT/kernels
+#   benchmarks/gpu.sh models       training steps and micro cases, with torch.amp -> OUT/models
 #   benchmarks/gpu.sh              both
 #   benchmarks/gpu.sh --dry-run    rehearses on the CPU, the kernels in Triton's interpreter (also: kernels --dry-run)
 # OUT is a folder (default: out/gpu in the checkout), PYTHON an interpreter (default python3). Needs torch 2.11 or newer,

@@ -27,7 +27,7 @@ import torch
 from benchmarks.environment import ROOT
 from benchmarks.registry import choose, every_case
 
-# Jobs whose kernels are small beside what surrounds them.
+# Jobs whose kernels are small compared with the code around them.
 SMALL = (
     "operators/*",
     "regions/*",

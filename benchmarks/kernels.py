@@ -287,7 +287,7 @@ class Kernel(Case):
         for name, norms in results.items():
             for ours, theirs in zip(norms, results[self.base], strict=False):
                 if not torch.allclose(ours, theirs, rtol=rtol):
-                    raise WrongAnswerError(f"{self.name}: {name} left other values than {self.base}")
+                    raise WrongAnswerError(f"{self.name}: {name} computed other values than {self.base}")
 
 
 def cases() -> list[Case]:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, autocast
-from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, Aim, Case, Side
+from benchmarks.case import AMPKIT, OUTER, SAME_LIST, TORCH, Aim, Case, Side
 from benchmarks.counts import peak_and_copies
 from benchmarks.timing import Run
 
@@ -42,7 +42,7 @@ def regions(device: str) -> dict[str, Region]:
         TORCH: lambda: torch.autocast(device, torch.bfloat16),
         AMPKIT: lambda: autocast(device, torch.bfloat16),
         SAME_LIST: lambda: autocast(device, torch.bfloat16, policy=same),
-        KEPT: lambda: _inside_an_outer_region(autocast(device, torch.bfloat16, policy=same)),
+        OUTER: lambda: _inside_an_outer_region(autocast(device, torch.bfloat16, policy=same)),
     }
 
 
@@ -102,7 +102,7 @@ class Operator(Case):
     def sides(self, device: torch.device) -> dict[str, Side]:
         torch.manual_seed(0)
         compared = regions(device.type)
-        del compared[KEPT]
+        del compared[OUTER]
         if self.operator == LINEAR:
             del compared[BARE]  # the call depends on autocast being on, and a bare mode casts nothing
         return {name: Side(self._repeated(region, device)) for name, region in compared.items()}
@@ -178,7 +178,7 @@ class WeightCasts(Case):
         ]
         x = torch.randn(1, WIDTH, device=device, generator=generator).bfloat16()
         ways = regions(device.type)
-        return {name: self._side(ways[name], weights, x) for name in (TORCH, AMPKIT, SAME_LIST, KEPT)}
+        return {name: self._side(ways[name], weights, x) for name in (TORCH, AMPKIT, SAME_LIST, OUTER)}
 
     def _side(self, region: Region, weights: list[torch.nn.Parameter], x: Tensor) -> Side:
         def run(calls: int) -> None:

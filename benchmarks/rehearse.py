@@ -1,4 +1,4 @@
-"""`python -m benchmarks.rehearse`: verdicts of `debugging.rehearse` on models whose truth is known by training.
+"""`python -m benchmarks.rehearse`: reports of `debugging.rehearse` on models whose loss of precision is measured.
 
 `--truth` trains the pairs that the truth is known by. Prints a line for each model and seed, and writes them as JSON.
 """
@@ -27,16 +27,14 @@ STEPS = 300  # of a training for the truth; its loss is the mean of the last 60
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the models. Exit status 1 if a verdict is wrong."""
-    command = argparse.ArgumentParser(
-        prog="python -m benchmarks.rehearse", description="verdicts of debugging.rehearse"
-    )
+    """Run the models. Exit status 1 if a report is wrong."""
+    command = argparse.ArgumentParser(prog="python -m benchmarks.rehearse", description="reports of debugging.rehearse")
     command.add_argument("patterns", nargs="*", help="models by shell pattern; by default all but the slow ones")
     command.add_argument("--seeds", type=int, nargs="+", default=[51, 52, 53], help="of weights and batches")
     command.add_argument("--steps", type=int, default=40, help="of each short training")
     command.add_argument("--warm-up", type=int, default=80, help="steps before all of them")
     command.add_argument("--truth", action="store_true", help="train the pairs of 300 steps instead")
-    command.add_argument("--out", type=Path, help="file for a line of JSON per verdict, appended")
+    command.add_argument("--out", type=Path, help="file to append a line of JSON per report to")
     options = command.parse_args(argv)
     torch.set_num_threads(1)
     wrong = 0
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         for seed in options.seeds:
             began = time.process_time()
-            row = truth(model, seed) if options.truth else verdict(model, seed, options.steps, options.warm_up)
+            row = truth(model, seed) if options.truth else report_row(model, seed, options.steps, options.warm_up)
             row = {"model": model.name, "fragile": bool(model.place), "seed": seed, **row}
             row["seconds"] = round(time.process_time() - began, 1)
             wrong += not row.get("right", True)
@@ -59,17 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def region(model: Model, module: nn.Module) -> AbstractContextManager[Any]:
-    """Return the region whose precision is judged."""
+    """Return the region whose precision is tested."""
     policy = Policy.default("cpu")
     if model.rule is not None:
         policy = policy.with_rules({"aten::linear": model.rule})
-    if model.kept:
-        policy = policy.for_modules(module, {model.kept: Policy.default("cpu")})
+    if model.low_precision:
+        policy = policy.for_modules(module, {model.low_precision: Policy.default("cpu")})
     return autocast("cpu", model.dtype, policy=policy)
 
 
 def reference(model: Model) -> AbstractContextManager[Any]:
-    """bfloat16 beside FP8, float32 beside 16 bits."""
+    """Return the region of the reference: bfloat16 for FP8, none (float32) for 16-bit dtypes."""
     return nullcontext() if model.rule is None else autocast("cpu", torch.bfloat16)
 
 
@@ -97,14 +95,14 @@ def drawn(model: Model, seed: int, steps: int) -> tuple[nn.Module, list[Batch]]:
 def truth(model: Model, seed: int) -> dict[str, Any]:
     """Return the gap of a whole training, relative to the reference's loss."""
     losses = []
-    for cheap in (False, True):
+    for low in (False, True):
         module, batches = drawn(model, seed, STEPS)
-        run = list(train(model, module, batches, lambda m=module, c=cheap: region(model, m) if c else reference(model)))
+        run = list(train(model, module, batches, lambda m=module, c=low: region(model, m) if c else reference(model)))
         losses.append(statistics.mean(run[-60:]))
     return {"loss": losses[0], "gap": losses[1] / losses[0] - 1}
 
 
-def verdict(model: Model, seed: int, n_steps: int, warm_up: int) -> dict[str, Any]:
+def report_row(model: Model, seed: int, n_steps: int, warm_up: int) -> dict[str, Any]:
     """Return the report of `rehearse`, and whether it is right."""
     module, batches = drawn(model, seed, max(warm_up, 3 * n_steps))
 

@@ -23,7 +23,7 @@ QUESTIONS = {
     "mlp": "Steps of an MLP of four layers by width, bfloat16, fused AdamW",
     "inference": "Inference in one region, `no_grad`",
     "training": "Training steps",
-    "bfloat16 weights": "Steps with bfloat16 weights that lose no updates, beside float32 weights and fused AdamW",
+    "bfloat16 weights": "Steps with bfloat16 weights that lose no updates, and with float32 weights and fused AdamW",
     "compiled": "Regions and compiled code",
     "accumulation": "Gradient accumulation, eight micro-batches",
     "features": "Module rules, custom functions, checkpoints, records",
@@ -32,7 +32,7 @@ QUESTIONS = {
     "regions": "Making, entering and leaving a region",
     "weights": "Casting weights",
     "host": "Steps, unscaling and clipping without their launches",
-    "kernels": "Kernels beside torch's operators, the GPU's own time",
+    "kernels": "Kernels compared with torch's operators, the GPU's own time",
     "float8": "FP8 casts and linear layers, the GPU's own time",
     "tuning": "Launch parameters, the GPU's own time",
     "debugging": "A training step under debugging tools",
@@ -161,7 +161,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
         f"{e['cores']} cores ({e['instructions']}), load {e['load_at_start']} before the start, "
         f"effort {e['effort']:g}; ampkit at {commit}.",
         "The base has its times, processor time first, then wall time; every other side the same two over the base's: "
-        "the median over rounds, with 20 % and 80 % quantiles of the first. On a GPU's own clock there is one.",
+        "the median over rounds, with 20% and 80% quantiles of the first. On a GPU's own clock there is one.",
         "## Python calls of the code that runs in every step",
         "Functions of ampkit and torch.amp, and all.",
         "\n".join(["| job | ampkit | torch |", "| --- | --- | --- |", *calls]),
@@ -190,13 +190,17 @@ def aims(rows: Sequence[Row]) -> str:
         for row in shown(rows)
         for aim in row["aims"]
     ]
-    head = ["## Aims", "", "| case | side | beside | at most | found | |", "| --- | --- | --- | --- | --- | --- |"]
+    head = ["## Aims", "", "| case | side | base | at most | found | |", "| --- | --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *lines]) if lines else ""
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """Return the report: tables of times, aims, tables of other facts, and the cases that were not measured."""
-    parts = [f"# ampkit beside torch.amp\n\nTests first: {rows[0]['environment']['gate']}", *tables(rows), aims(rows)]
+    parts = [
+        f"# ampkit and torch.amp\n\nTests first: {rows[0]['environment']['gate']}",
+        *tables(rows),
+        aims(rows),
+    ]
     for family, members in groupby(shown(rows), key=lambda row: row["family"]):
         same = list(members)
         for title, cell in FACTS.items():
@@ -208,7 +212,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def write(path: Path) -> Path:
-    """Write `report.md` beside the results; returns its path."""
+    """Write `report.md` next to the results; returns its path."""
     target = path.parent / "report.md"
     target.write_text(markdown(results.load(path)), encoding="utf-8")
     return target

@@ -37,7 +37,7 @@ def load(path: Path) -> list[Row]:
     return rows
 
 
-def mend(path: Path) -> None:
+def drop_incomplete_line(path: Path) -> None:
     """Remove an incomplete last line from a file, so that more can be appended."""
     text = path.read_text(encoding="utf-8")
     path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")

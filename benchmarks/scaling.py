@@ -97,7 +97,7 @@ class Scaling(Case):
         return Side(run, before=restore, result=result)
 
     def check(self, sides: Mapping[str, Side]) -> None:
-        """Every side left the base's gradients, or parameters where there is a step, to within rounding."""
+        """Every side computed the base's gradients, or parameters where there is a step, to within rounding."""
         for side in sides.values():
             if side.before is not None:
                 side.before()
@@ -108,7 +108,7 @@ class Scaling(Case):
         for name, side in sides.items():
             for ours, theirs in zip(side.result(), wanted, strict=True):
                 if not torch.allclose(ours, theirs, rtol=rtol, atol=1e-12):
-                    raise WrongAnswerError(f"{self.name}: {name} left other values than {self.base}")
+                    raise WrongAnswerError(f"{self.name}: {name} computed other values than {self.base}")
 
 
 def _grad(param: torch.Tensor) -> torch.Tensor:

@@ -173,5 +173,5 @@ def ratios(ours: Sequence[Sample], theirs: Sequence[Sample], clock: str = "wall"
     Raises `ValueError` if there are not equally many, because then rounds do not match.
     """
     if len(ours) != len(theirs):
-        raise ValueError(f"{len(ours)} samples beside {len(theirs)}; ratios need one of each per round")
+        raise ValueError(f"{len(ours)} samples and {len(theirs)}; ratios need one of each per round")
     return Spread.of([getattr(a, clock) / max(getattr(b, clock), 1e-12) for a, b in zip(ours, theirs, strict=True)])

@@ -13,7 +13,7 @@ from torch import Tensor
 import ampkit
 import ampkit.optim
 from ampkit import Policy, autocast
-from benchmarks.case import AMPKIT, KEPT, OWN_OPTIMIZER, REMAINDERS, SAME_LIST, STOCHASTIC, TORCH
+from benchmarks.case import AMPKIT, OUTER, OWN_OPTIMIZER, REMAINDERS, SAME_LIST, STOCHASTIC, TORCH
 from benchmarks.workloads import Batch, Workload, loss_of
 
 FP32 = "fp32"
@@ -73,7 +73,7 @@ class Trainer:
         drawn = workload.batches(BATCHES * variant.accumulation, generator)
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
         self.region = _region(way, device.type, variant.dtype)
-        self.outer: Region = lambda: autocast(device.type, enabled=False) if way == KEPT else contextlib.nullcontext()
+        self.outer: Region = lambda: autocast(device.type, enabled=False) if way == OUTER else contextlib.nullcontext()
         # torch's is fused, the fastest of its kinds, so that the optimizer does not hide the differences; ampkit's has
         # its defaults.
         params = self.model.parameters()
@@ -174,7 +174,7 @@ def _region(way: str, device: str, dtype: torch.dtype) -> Region:
     if way == AMPKIT or way in OPTIONS:
         return lambda: autocast(device, dtype)
     policy = Policy.torch(device)
-    if way in (SAME_LIST, KEPT):
+    if way in (SAME_LIST, OUTER):
         return lambda: autocast(device, dtype, policy=policy)
     raise ValueError(f"unknown way {way!r}")
 
@@ -185,7 +185,7 @@ def ways(variant: Variant, device: torch.device) -> list[str]:
         return [FP32, TORCH, SAME_LIST, REMAINDERS, STOCHASTIC]
     names = [FP32, TORCH, AMPKIT, SAME_LIST]
     if variant.run == "inference" or (variant.accumulation > 1 and variant.run == "eager"):
-        names.append(KEPT)
+        names.append(OUTER)
     if variant.scaled or (variant.clip and device.type == "cuda"):
         names.append(OWN_OPTIMIZER)
     return names

@@ -11,7 +11,7 @@ import torch
 from benchmarks import counts, workloads
 from benchmarks.case import (
     AMPKIT,
-    KEPT,
+    OUTER,
     OWN_OPTIMIZER,
     REMAINDERS,
     SAME_LIST,
@@ -75,7 +75,7 @@ class Training(Case):
         exact = not self.variant.clip and self.variant.run in ("eager", "inference")
         losses = {name: side.result()[0] for name, side in sides.items()}
         wanted = losses[TORCH]
-        for name in (SAME_LIST, KEPT):
+        for name in (SAME_LIST, OUTER):
             if name not in losses:
                 continue
             loss = losses[name]
@@ -93,12 +93,12 @@ class Training(Case):
 
 def _drawn_once(workload: Workload) -> Workload:
     """Return the workload with its micro-batches cached: all ways use the same, and some take gigabytes."""
-    kept: dict[int, list[Batch]] = {}
+    drawn: dict[int, list[Batch]] = {}
 
     def batches(count: int, generator: torch.Generator) -> list[Batch]:
-        if count not in kept:
-            kept[count] = workload.batches(count, generator)
-        return kept[count]
+        if count not in drawn:
+            drawn[count] = workload.batches(count, generator)
+        return drawn[count]
 
     return replace(workload, batches=batches)
 
@@ -223,10 +223,10 @@ def inference() -> list[Case]:
             seconds=2.0,
             variant=variant,
             workload=workload,
-            aims=(Aim(AMPKIT, limit), Aim(KEPT, kept)),
+            aims=(Aim(AMPKIT, limit), Aim(OUTER, outer_limit)),
             devices=FAST if "256" in name else EVERYWHERE,
         )
-        for name, workload, limit, kept in models
+        for name, workload, limit, outer_limit in models
     ]
 
 
@@ -240,7 +240,7 @@ def accumulation() -> list[Case]:
             variant=variant,
             seconds=seconds,
             workload=lambda width=width, blocks=blocks: workloads.gpt(width, blocks, 1, 8, 256, 2),
-            aims=(Aim(KEPT, limit),),
+            aims=(Aim(OUTER, limit),),
         )
         for width, blocks, limit, seconds in ((32, 4, 1.25, 3.0), (256, 2, 1.0, 5.0))
     ]
@@ -272,7 +272,7 @@ def large() -> list[Case]:
     variants: dict[Variant, tuple[bool, tuple[Aim, ...]]] = {
         Variant(BF16): (True, EQUAL),
         Variant(FP16): (False, EQUAL),
-        Variant(BF16, 8): (True, (Aim(KEPT, 0.95),)),
+        Variant(BF16, 8): (True, (Aim(OUTER, 0.95),)),
         Variant(BF16, clip=True): (False, (Aim(OWN_OPTIMIZER, 0.95),)),
         Variant(FP16, clip=True): (True, (Aim(OWN_OPTIMIZER, 0.95),)),
         Variant(BF16, run="compiled"): (False, ()),

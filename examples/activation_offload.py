@@ -1,6 +1,7 @@
-"""Activation offload: `torch.autograd.graph.save_on_cpu` around forward moves what backward needs to the host.
+"""Activation offload: `torch.autograd.graph.save_on_cpu` around forward moves the saved tensors to the host.
 
-In a region that is half of the bytes of float32. The gradients are those without offload, to the bit.
+In a region these are half of the bytes of float32. The gradients are bitwise identical to the gradients without
+offload.
 """
 
 import torch

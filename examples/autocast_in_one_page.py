@@ -1,7 +1,7 @@
 """Autocast on one page: a dispatch key, a rule table, casts, a cache of weight casts.
 
-Written for reading; docs/how-it-works.md says what ampkit adds to each part, and where. It registers at the dispatch
-key that ampkit uses, so one process has either this page's regions or ampkit's.
+Written for reading; docs/how-it-works.md lists the additions of ampkit to each part, and their files. It registers at
+the dispatch key that ampkit uses, so one process has either this page's regions or ampkit's.
 """
 
 import threading
@@ -36,14 +36,14 @@ KEY = torch._C._dispatch_key_parse(KEY_NAME)
 
 
 class AutocastMode(TorchDispatchMode):
-    """What an open region does to an operator. It is at a key above autograd, so its casts are differentiated."""
+    """The handler of operators in an open region. It is at a key above autograd, so its casts are differentiated."""
 
     def __init__(self, device_type, dtype, casts):
         super().__init__()
         self.device_type, self.dtype, self.casts = device_type, dtype, casts
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Call the operator on arguments that are cast as its rule says."""
+        """Call the operator on arguments that are cast by its rule."""
         kwargs, rule = kwargs or {}, RULE_OF[func]
         dtype = self.dtype if rule is LOWER else torch.float32
         if rule is PROMOTE:
@@ -88,15 +88,15 @@ def below_the_key(op, *args, **kwargs):
         return op(*args, **kwargs)
 
 
-def entry_of(op):
+def stub_of(op):
     """Return the function that the dispatcher calls for `op` while the key is included."""
 
-    def entry(*args, **kwargs):
+    def stub(*args, **kwargs):
         if thread.mode is None:  # a worker thread of autograd, for a backward that was called inside a region
             return below_the_key(op, *args, **kwargs)
         return thread.mode.__torch_dispatch__(op, (), args, kwargs)
 
-    return entry
+    return stub
 
 
 class Thread(threading.local):
@@ -105,9 +105,9 @@ class Thread(threading.local):
 
 thread = Thread()
 libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-libraries[0].fallback(torch.library.fallthrough_kernel, KEY_NAME)  # operators without an entry cost nothing
+libraries[0].fallback(torch.library.fallthrough_kernel, KEY_NAME)  # operators without a stub cost nothing
 for op in RULE_OF:
-    libraries[1].impl(op, entry_of(op), KEY_NAME)
+    libraries[1].impl(op, stub_of(op), KEY_NAME)
 
 
 @contextmanager

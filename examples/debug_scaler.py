@@ -1,4 +1,4 @@
-"""Distinguish skipped steps of a loss scale that settles from those that no smaller scale would avoid."""
+"""Distinguish skipped steps of a loss scale that settles from skipped steps that no smaller scale would avoid."""
 
 import torch
 from torch import Tensor, nn

@@ -1,10 +1,10 @@
 """Train on real data in fp32, with torch.amp and with ampkit, side by side; `make demo` runs it.
 
 A small CNN learns scikit-learn's handwritten digits, a character-level GPT the text of Python's own manual; nothing is
-downloaded. The three copies of each model start from the same weights, see the same batches and take turns. It prints a
-table and writes `results.json` and `curves.png`; finally, it makes a gradient overflow in the middle of a model and
-shows what the scaler reports. The 16-bit dtype is the one that the device computes faster, by the measurement of
-`ampkit doctor`. `python examples/demo.py --help` lists the options.
+downloaded. The three copies of each model start from the same weights, train on the same batches and take turns. It
+prints a table and writes `results.json` and `curves.png`; finally, it makes a gradient overflow in the middle of a
+model and prints the scaler's report. The 16-bit dtype is the one that the device computes faster, by the measurement
+of `ampkit doctor`. `python examples/demo.py --help` lists the options.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
-    step_bytes: int | None = None  # most memory that a step needed beyond what was allocated before it
+    step_bytes: int | None = None  # most memory that a step needed in addition to the memory allocated before it
     held_out: float | None = None
 
 
@@ -220,7 +220,7 @@ class Run:
         return loss.detach()
 
     def measured_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Take a step and record it. Waits for the device, so that the seconds are this step's alone."""
+        """Execute a step and record it. Waits for the device, so that the seconds are only of this step."""
         record, device = self.record, batch[0].device
         counter: Any = None if device.type == "cpu" else torch.get_device_module(device)
         before, live = self.scaler.get_scale(), 0
@@ -244,7 +244,7 @@ class Run:
 def make_runs(task: Digits | Characters, device: torch.device, dtype: str, seed: int) -> list[Run]:
     """fp32, torch.amp and ampkit from the same weights. The loss scale is on for fp16 only.
 
-    With "fp8" ampkit computes linear layers in FP8, except the last one, beside torch.amp in bf16.
+    With "fp8" ampkit computes linear layers in FP8, except the last one, and torch.amp runs in bf16.
     """
     torch.manual_seed(seed)
     origin = task.model()
@@ -393,7 +393,7 @@ def explanation(results: dict[str, Any]) -> str:
     return f"torch.amp against fp32, in time per step: {', '.join(ratios)}; {why}."
 
 
-STYLES: dict[str, dict[str, Any]] = {  # widest first: where curves coincide, those below stay visible
+STYLES: dict[str, dict[str, Any]] = {  # widest first: if curves coincide, the wider ones are still visible
     "fp32": {"color": "#b8bcc4", "linewidth": 4.5},
     "torch.amp": {"color": "#2b6cb0", "linewidth": 2.2},
     "ampkit": {"color": "#dd6b20", "linewidth": 1.4, "linestyle": (0, (3, 2))},
@@ -449,7 +449,7 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 def save(results: dict[str, Any], folder: Path) -> bool:
-    """Write results.json and curves.png; without a step an earlier run's files stay. Returns whether it wrote."""
+    """Write results.json and curves.png; without a step an earlier run's files remain. Return whether it wrote."""
     if not any(run.losses for task in results["tasks"].values() for run in task["runs"]):
         return False
     plain = results | {
@@ -483,7 +483,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         times = doctor.measure(device)
         dtype = options.dtype or sixteen_bit(times)
-        print(f"ampkit doctor, on this device: {doctor.advice(times)}.", flush=True)
+        print(f"ampkit doctor, on this device: {doctor.recommendation(times)}.", flush=True)
         is_emulated = times[dtype_name(DTYPES[dtype])].native is False
         results["emulated"] = dtype if is_emulated else None
         for name in names:

@@ -12,7 +12,7 @@ from ampkit import autocast
 
 
 class Classifier(nn.Module):
-    """Opens the region in `forward`, so that it is part of what is exported."""
+    """Opens the region in `forward`, so that it is exported as well."""
 
     def __init__(self) -> None:
         super().__init__()

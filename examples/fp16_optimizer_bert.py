@@ -38,7 +38,7 @@ class Reader(nn.Module):
 
 
 def main(arguments: Sequence[str] = ()) -> float:
-    """Train as the arguments say; return the held-out accuracy."""
+    """Train with the given arguments; return the held-out accuracy."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fp16", action="store_true", help="half model, float32 masters")
     parser.add_argument("--loss_scale", type=float, default=0, help="0 (dynamic) or a power of 2 (static)")

@@ -38,7 +38,7 @@ def train(x: Tensor, y: Tensor) -> nn.Module:
 
 
 def main(dtype: torch.dtype = torch.float16) -> dict[str, float]:
-    """Train, report, convert; return the share of answers that conversion changed."""
+    """Train, report, convert; return the fraction of predictions that conversion changed."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)

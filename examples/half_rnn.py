@@ -1,7 +1,7 @@
-"""A recurrent network in half precision whose forward makes float32 states.
+"""A recurrent network in float16 whose forward makes float32 states.
 
-The forward starts from `torch.zeros(...)`, which is float32 in a half model too. `half(..., in_region=True)` runs it in
-a region, where such tensors are cast when they meet half weights. Packed sequences are cast on entry.
+The forward starts from `torch.zeros(...)`, which is float32 in a 16-bit model as well. `half(..., in_region=True)` runs
+it in a region, where such tensors are cast if combined with 16-bit weights. Packed sequences are cast on entry.
 
     python examples/half_rnn.py
 """

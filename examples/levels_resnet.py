@@ -1,6 +1,6 @@
 """Apex's usage for image models: `initialize(..., opt_level)` once, `scale_loss` around backward.
 
-A script that says `from apex import amp` changes that line and nothing else. The network is a small residual
+A script with `from apex import amp` changes that line and nothing else. The network is a small residual
 one, the data scikit-learn's digits.
 
     python examples/levels_resnet.py --opt-level O1

@@ -1,4 +1,4 @@
-"""Accelerate: one call on the Accelerator; accumulation, clipping, schedulers and checkpoints stay as they are."""
+"""Accelerate: one call on the Accelerator; accumulation, clipping, schedulers and checkpoints are unchanged."""
 
 import tempfile
 

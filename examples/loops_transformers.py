@@ -1,4 +1,4 @@
-"""transformers' Trainer in float16: one call, and `grad_norm` is that of the unscaled gradients."""
+"""transformers' Trainer in float16: one call, and `grad_norm` is the norm of the unscaled gradients."""
 
 import tempfile
 from typing import Any

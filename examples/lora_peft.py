@@ -1,4 +1,4 @@
-"""LoRA with PEFT: adapters in float32 train beside frozen weights."""
+"""LoRA with PEFT: float32 adapters train next to frozen weights."""
 
 import torch
 from peft import LoraConfig, get_peft_model

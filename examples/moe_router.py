@@ -1,8 +1,8 @@
 """A mixture of experts: 16-bit experts, and a router whose scores are not rounded.
 
 `Rule.LOWER_FLOAT32_OUT` multiplies 16-bit operands, as the experts do, and returns float32 scores. A bfloat16 router
-rounds close scores, so that it picks other experts. After training, the picks of each router are compared with those of
-a float32 router on the same activations.
+rounds close scores, so that it picks other experts. After training, the picks of each router are compared with the
+picks of a float32 router on the same activations.
 """
 
 import torch

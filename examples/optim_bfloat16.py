@@ -1,4 +1,4 @@
-"""Train the demo's GPT with bfloat16 weights alone, by each way in which `ampkit.optim.AdamW` can keep small updates.
+"""Train the demo's GPT with bfloat16 weights only, by each way in which `ampkit.optim.AdamW` can keep small updates.
 
 All runs start from the same weights, which bfloat16 holds exactly, and train on the same batches. Activations are
 float32: only weights, their gradients and the optimizer's state differ. Prints the mean training loss of every 50 steps

@@ -50,7 +50,7 @@ KEPT = 2  # complete checkpoints
 
 @dataclass(frozen=True)
 class Precision:
-    """What a name of `--precision` stands for."""
+    """The dtypes of a name of `--precision`."""
 
     compute: torch.dtype  # of matrix products
     weights: torch.dtype = torch.float32
@@ -143,7 +143,7 @@ def parallelize(model: nn.Module, how: str, device: torch.device, compute: torch
     mesh = init_device_mesh(device.type, (world // tensor, tensor), mesh_dim_names=("data", "tensor"))
     columns, rows = ("query", "key", "value", "up"), ("project", "down")
     plan: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)  # all-gathers of 16 bits
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)  # 16-bit all-gathers
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         if tensor > 1:
             parallelize_module(block, mesh["tensor"], plan)
@@ -179,7 +179,7 @@ class Run:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from there. The model and the optimizer are loaded together: a model alone drops remainders."""
+        """Continue from there. The model and the optimizer are loaded together, or remainders would be dropped."""
         set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         self.scaler.load_state_dict(saved["scaler"])
         self.schedule.load_state_dict(saved["schedule"])
@@ -209,7 +209,7 @@ class Checkpoints:
     """Folders `step-N`. DCP writes `.metadata` last, so a folder that has one is complete."""
 
     def __init__(self, folder: Path, group: Any) -> None:
-        """`group`: a process group of gloo for saves alone, because a thread of its own uses it."""
+        """`group`: a process group of gloo only for saves, because a separate thread uses it."""
         self.folder, self.group = folder, group
         self.pending: Any = None
 
@@ -231,7 +231,7 @@ class Checkpoints:
             dcp.load({"run": run}, checkpoint_id=path, planner=LoadPlanner(), process_group=self.group)
 
     def save(self, run: Run, *, wait: bool) -> None:
-        """Save after a step; unless `wait`, files are written while training goes on."""
+        """Save after a step; unless `wait`, files are written while training continues."""
         self.finish()
         path = self.folder / f"step-{run.step}"
         if wait:
@@ -315,7 +315,7 @@ class Stop:
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
 
     def agreed(self, group: Any) -> bool:
-        """Whether any rank was asked. One all-reduce on the host; all ranks call it after each step.
+        """Return whether any rank got the signal. One all-reduce on the host; all ranks call it after each step.
 
         Ends a rank whose launcher was killed: a new one may already have started this run again.
         """

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/ranks_resume.py --parallel fsdp --folder run --steps 6
     torchrun --nproc-per-node 4 examples/ranks_resume.py --parallel fsdp --folder run --steps 12
 
-NCCL on GPUs, gloo on CPUs. The gradients tell the scaler which ranks must skip together.
+NCCL on GPUs, gloo on CPUs. The scaler finds the ranks that must skip together by the gradients.
 """
 
 import argparse

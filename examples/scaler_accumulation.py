@@ -21,7 +21,7 @@ def main(steps: int = 10) -> float:
         for micro in batch:
             with autocast(device.type, dtype=torch.float16):
                 loss = (model(micro) - micro.sum(1, keepdim=True)).square().mean() / MICRO_BATCHES
-            scaler.scale(loss).backward()  # the scale stays the same until update()
+            scaler.scale(loss).backward()  # the scale is the same until update()
             total += loss.detach()
         scaler.clip_grad_norm_(optimizer, max_norm=5.0)  # after the last backward, not once per micro-batch
         scaler.step(optimizer)

@@ -22,7 +22,7 @@ def main(steps: int = 40) -> GradScaler:
         if step == 6:
             model[2].weight.grad[0, 0] = torch.nan  # to show a skipped step
         if step % 2:
-            scaler.clip_grad_norm_(optimizer, max_norm=1.0)  # unscales, checks and clips at once
+            scaler.clip_grad_norm_(optimizer, max_norm=1.0)  # unscales, checks and clips
         else:
             scaler.clip_grad_value_(optimizer, clip_value=0.1)
         scaler.step(optimizer)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: nothing changes, because DDP reduces gradients before the scaler sees them.
+"""DistributedDataParallel: nothing changes, because DDP reduces gradients before the scaler reads them.
 
 Run it on two processes: torchrun --nproc-per-node 2 examples/scaler_ddp.py
 """

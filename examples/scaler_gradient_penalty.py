@@ -1,4 +1,4 @@
-"""A gradient penalty: the inner gradients are scaled too; divide them by the scale before they enter the loss."""
+"""A gradient penalty: the inner gradients are scaled as well; divide them by the scale before they enter the loss."""
 
 import torch
 
@@ -17,8 +17,7 @@ def main(steps: int = 20) -> float:
         optimizer.zero_grad()
         with autocast(device.type, dtype=torch.float16):
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        # autograd.grad, not backward: these gradients belong to no optimizer, so the scaler does not know
-        # them
+        # The scaler unscales only gradients in `.grad`, not the results of autograd.grad.
         scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
         grads = [grad / scaler.get_scale() for grad in scaled]
         with autocast(device.type, dtype=torch.float16):

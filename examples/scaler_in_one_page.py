@@ -1,6 +1,6 @@
 """A gradient scaler on one page: scale the loss, unscale and check the gradients, skip the step, adjust the scale.
 
-Written for reading; docs/how-it-works.md says what ampkit adds to each part, and where.
+Written for reading; docs/how-it-works.md lists the additions of ampkit to each part, and their files.
 """
 
 import torch

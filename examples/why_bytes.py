@@ -13,7 +13,7 @@ def saved_for_backward(rule):
     weights = {weight.data_ptr() for weight in mlp.parameters()}
 
     def count(tensor):
-        saved[tensor.data_ptr()] = tensor  # the tensor too, so that its address is not used again
+        saved[tensor.data_ptr()] = tensor  # with the tensor, so that its address is not used again
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):

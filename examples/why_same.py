@@ -1,4 +1,4 @@
-"""The same training with torch.amp and with ampkit under `policy="torch"`: equal to the bit.
+"""The same training with torch.amp and with ampkit under `policy="torch"`: bitwise identical.
 
 100 steps on handwritten digits in float16. It compares all losses, all weights and the loss scale, and needs
 scikit-learn for the data.

@@ -134,7 +134,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         """Move the gradients of `backward(..., update_master_grads=False)` to the masters.
 
         Raises:
-            RuntimeError: such gradients do not exist.
+            RuntimeError: there are none.
         """
         if not self._gradients.still_scaled():
             raise RuntimeError("no gradient is scaled; call optimizer.backward(loss) first, not loss.backward()")
@@ -177,7 +177,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state of scale, wrapped optimizer and masters, which resumes a run to the bit."""
+        """Return the state of scale, wrapped optimizer and masters. A resumed run has bitwise identical results."""
         return {
             "loss_scaler": self.scaler.state_dict(),
             "optimizer_state_dict": self.optimizer.state_dict(),

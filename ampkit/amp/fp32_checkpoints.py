@@ -44,16 +44,16 @@ class Fp32Checkpoints:
 
     def save(self, model: Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace 16-bit entries of `state_dict` by float32, but not parameters (`keep_vars=True`). A hook after it."""
-        widened: dict[int, Tensor] = {}  # by tensor: tied weights share one entry
+        upcast: dict[int, Tensor] = {}  # by tensor: tied weights share one entry
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             saved = state_dict.get(prefix + name)
             if not isinstance(saved, Tensor) or isinstance(saved, Parameter) or saved.dtype not in SIXTEEN_BIT:
                 continue
-            if id(tensor) not in widened:
+            if id(tensor) not in upcast:
                 master = self.master_of(tensor)
-                widened[id(tensor)] = saved.to(torch.float32) if master is None else master.detach()
-            state_dict[prefix + name] = widened[id(tensor)]
+                upcast[id(tensor)] = saved.to(torch.float32) if master is None else master.detach()
+            state_dict[prefix + name] = upcast[id(tensor)]
 
     def load(self, model: Module, state_dict: dict[str, Any], prefix: str, *report: Any) -> None:
         """Copy float32 values into the masters before the model rounds them. A hook before `load_state_dict`."""

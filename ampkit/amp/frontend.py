@@ -233,6 +233,8 @@ def scale_loss(
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Iterate over the parameters that the optimizer steps, for clipping and logging: masters if there are any.
 
+    Never synchronizes.
+
     Args:
         optimizer: an optimizer, initialized or not.
 
@@ -249,6 +251,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LossScaler, ...]:
     """Return the scalers of the losses, for `stats()`, `history`, `found_inf(optimizer)` and `overflow_report()`.
+
+    Never synchronizes.
 
     Args:
         optimizer: an optimizer of the call of `initialize` that is meant; None if there was one call.
@@ -285,7 +289,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
-    """Load the result of `state_dict`, or of Apex's `amp.state_dict`. Call it after `initialize`.
+    """Load the result of `state_dict`, or of Apex's `amp.state_dict`, after `initialize`. Synchronizes for Apex's.
 
     Args:
         state_dict: the saved loss scales, with as many entries as there are losses.

@@ -108,7 +108,7 @@ def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def register_half_function(owner: Any, name: str) -> None:
-    """Compute `owner.name` in the region's dtype, in all regions entered later.
+    """Compute `owner.name` in the region's dtype, in all regions entered later. Never synchronizes.
 
     A torch function (`register_half_function(torch, "bmm")`) is registered with `register_op`, and so is an operator of
     `torch.library`. Any other function is replaced in its module or class by `half_function` of it.
@@ -147,6 +147,8 @@ def register_promote_function(owner: Any, name: str) -> None:
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """Disable open regions inside a `with` block. A model at O1 that is called inside opens its own region.
+
+    Never synchronizes.
 
     >>> with autocast("cpu", torch.bfloat16), disable_casts():
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype

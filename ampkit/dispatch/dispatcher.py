@@ -5,10 +5,10 @@ A `TorchDispatchMode` usually runs at the key `Python`, below autograd: a cast m
 casts are differentiated, vmapped and traced as if the user had written them. The keys are `TESTING_ONLY_GenericMode`
 (`KEY`) and `TESTING_ONLY_GenericWrapper` (`TORCH_KEY`), which torch defines and no build of it uses. A region includes
 one of them in the thread's keys. `TORCH_KEY` is for policies that start from torch's list: the operators that only
-ampkit's list names have no entry there, and take no time.
+ampkit's list names have no stub there, and take no time.
 
-`install` registers an *entry* at a key for each operator that a policy lists, once per process. Operators without an
-entry fall through.
+`install` registers a *dispatch stub* at a key for each operator with a rule, once per process. Operators without a stub
+fall through.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ KEY_NAMES = {KEY: "TESTING_ONLY_GenericMode", TORCH_KEY: "TESTING_ONLY_GenericWr
 _BELOW = keys_below(TORCH_KEY)
 _PRE_DISPATCH = dispatch_key("PreDispatch")  # of the tracer of `torch.export`, the only key above these two
 
-OPERATORS: dict[str, OpOverload] = {}  # operators with an entry, by name: "aten::linear"
-_installed: set[tuple[OpOverload, Any]] = set()  # operator and key of each entry
+OPERATORS: dict[str, OpOverload] = {}  # operators with a stub, by name: "aten::linear"
+_installed: set[tuple[OpOverload, Any]] = set()  # operator and key of each stub
 _libraries: dict[str, Library] = {}  # by the operators' namespace
 
 
@@ -120,7 +120,7 @@ def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
 
 
 def install(ops: Iterable[OpOverload], key: Any) -> None:
-    """Register an entry at `key` for each operator that has none there yet."""
+    """Register a stub at `key` for each operator that has none there yet."""
     missing = [op for op in ops if (op, key) not in _installed]
     if not missing or Exit.begun:
         return
@@ -129,31 +129,31 @@ def install(ops: Iterable[OpOverload], key: Any) -> None:
             _libraries["_"] = _fallthrough_library()
         for op in missing:
             if (op, key) not in _installed:
-                _install_entry(op, key)
+                _install_stub(op, key)
 
 
-def _install_entry(op: OpOverload, key: Any) -> None:
+def _install_stub(op: OpOverload, key: Any) -> None:
     name = op.name()
     if op.namespace not in _libraries:
         _libraries[op.namespace] = Library(op.namespace, "IMPL")
     if OPERATORS.setdefault(name, op) is op and not isinstance(op._get_dispatch, functools.partial):
         op._get_dispatch = functools.partial(_get_dispatch, op, op._get_dispatch)
-    if not has_kernel(name, KEY_NAMES[key]):  # a child that was forked in this function has the entry already
-        _libraries[op.namespace].impl(op, _entry(name), KEY_NAMES[key], with_keyset=True)
+    if not has_kernel(name, KEY_NAMES[key]):  # a child that was forked in this function has the stub already
+        _libraries[op.namespace].impl(op, _stub(name), KEY_NAMES[key], with_keyset=True)
     _installed.add((op, key))
 
 
-def _entry(name: str) -> Callable[..., Any]:
+def _stub(name: str) -> Callable[..., Any]:
     @dynamo_skip
-    def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def stub(keys: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
         return mode.handlers[name](mode, keys, args, kwargs)
 
-    return entry
+    return stub
 
 
 def _fallthrough_library() -> Library:
-    """Make both keys fall through for operators without an entry."""
+    """Make both keys fall through for operators without a stub."""
     library = Library("_", "IMPL")
     for key, name in KEY_NAMES.items():
         try:
@@ -171,7 +171,7 @@ def _fallthrough_library() -> Library:
 
 
 # `torch.export` traces by a Python mode at the one key above the regions' keys. `OpOverload._get_dispatch` looks its
-# handler up at every call. For operators with an entry, that handler gets the call on cast arguments.
+# handler up at every call. For operators with a stub, that handler gets the call on cast arguments.
 
 
 @dynamo_skip

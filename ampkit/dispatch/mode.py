@@ -172,7 +172,7 @@ def _banned_message(op: OpOverload) -> str:
     else:
         replacement = "an operator that is safe in low precision"
     return (
-        f"operator '{op.name()}' is unsafe under autocast: its low-precision input has lost digits that it needs. "
+        f"operator '{op.name()}' is unsafe under autocast: its 16-bit input is not precise enough. "
         f"Use {replacement}; or call it in `with autocast(enabled=False)` on .float() inputs; or let it run in "
         f"float32: autocast(policy=Policy.default(device_type).with_rules({{{op.name()!r}: Rule.FLOAT32}}))"
     )

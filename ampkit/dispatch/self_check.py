@@ -17,18 +17,18 @@ from ampkit.dispatch.mode import AutocastMode
 from ampkit.policy.policy import Policy
 from ampkit.torch_private import is_excluded, is_included, put_in_tls, set_included, unsupported
 
-__all__ = ["fault", "once"]
+__all__ = ["once", "problem"]
 
 
 @functools.cache
 def once() -> None:
-    """Raise `RuntimeError` if regions do not work: with torch's version, the fault and a version to install."""
-    text = fault()
+    """Raise `RuntimeError` if regions do not work: with torch's version, the problem and a version to install."""
+    text = problem()
     if text is not None:
         raise RuntimeError(unsupported(text))
 
 
-def fault() -> str | None:
+def problem() -> str | None:
     """Return a description of the first thing that does not work; None if regions work."""
     mode = AutocastMode((("cpu", Policy.default("cpu")),), None)  # raises if the dispatch key is taken
     found: list[str | None] = []

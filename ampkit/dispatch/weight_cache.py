@@ -66,7 +66,7 @@ class WeightCasts:
 
     def __init__(self, *, in_capture: bool = False) -> None:
         self.in_capture = in_capture  # made while a CUDA graph is captured: its casts belong to that graph
-        self.reused: list[Any] | None = None  # casts that were taken from the cache, while a call is observed
+        self.reused: list[Any] | None = None  # casts reused from the cache, while a call is observed
         self.shared: dict[str, Any] = {}  # for product rules: objects to drop together with the casts
         self._casts: dict[tuple[int, Any, bool], tuple[Any, ...]] = {}  # by the weight's id, cast, inference mode
         self._since_step: object = None  # `_Steps.since_last` when they were made

@@ -2,7 +2,7 @@
 
 `unscale_` and then `torch.nn.utils.clip_grad_norm_` read every gradient three times and write it twice. Here one read
 gives the norm of `gradient * inv_scale` and finds inf and NaN, and one multiplication by `inv_scale * coefficient`
-unscales and clips. If the scale is a power of two, the results are equal to the bit; otherwise one rounding replaces
+unscales and clips. If the scale is a power of two, the results are bitwise identical; otherwise one rounding replaces
 two, and may differ from them by one unit in the last place.
 """
 
@@ -22,7 +22,7 @@ from ampkit.torch_private import is_dtensor, is_flat
 from ampkit_kernels.reference import clip_factor
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
-"""Orders for which norm(scale * g) / scale equals norm(g) to the bit if the scale is a power of two.
+"""Orders for which norm(scale * g) / scale is bitwise identical to norm(g) if the scale is a power of two.
 
 Other orders round differently, and their powers of scaled gradients overflow early: they need `unscale_` first.
 """

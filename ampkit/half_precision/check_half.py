@@ -1,4 +1,4 @@
-"""check_half: run a model in float32 and in half precision, and compare the outputs of every module.
+"""check_half: run a model in float32 and in a 16-bit dtype, and compare the outputs of every module.
 
 For single operators of a converted model there is `ampkit debug`.
 """
@@ -18,21 +18,21 @@ from torch.nn import Module
 
 from ampkit.containers import map_tensors
 from ampkit.dtypes import REAL_FLOATS, dtype_name, short
-from ampkit.half_precision.half import BATCH_NORMS, Buffers, HalfPlan, Keep, checked_dtypes, half, kept_keys
+from ampkit.half_precision.half import BATCH_NORMS, Buffers, HalfPlan, Keep, checked_dtypes, float32_keys, half
 from ampkit.text_tables import table
 
 __all__ = ["HalfModule", "HalfReport", "check_half"]
 
 
 class HalfModule(NamedTuple):
-    """The outputs of one module in half precision compared with the float32 outputs.
+    """The outputs of one module in the 16-bit dtype, compared with the float32 outputs.
 
     Attributes:
         path: the module's path in the model.
         largest: the largest finite magnitude of its outputs in float32.
-        input_error: the relative L2 error of its inputs in half; NaN if the module did not run in half.
-        error: the relative L2 error of its outputs in half, inf if float32's are finite and they are not.
-        overflows: the number of output elements that are inf or NaN in half but not in float32.
+        input_error: the relative L2 error of its 16-bit inputs; NaN if the module ran in float32.
+        error: the relative L2 error of its 16-bit outputs; inf if only the float32 outputs are finite.
+        overflows: the number of 16-bit output elements that are inf or NaN and are finite in float32.
     """
 
     path: str
@@ -48,14 +48,13 @@ class HalfReport:
 
     Attributes:
         dtype: the 16-bit type.
-        error: the relative L2 error of the model's output in half; inf if float32's is finite and it is not.
+        error: the relative L2 error of the model's 16-bit output; inf if only the float32 output is finite.
         modules: a row for each module that ran.
         unfit: names of parameters that `dtype` cannot hold; the modules that own them ran in float32.
         rounded: names of converted buffers whose values `dtype` changes, masks excepted.
         too_large: paths of modules whose outputs `dtype` cannot hold.
         keep: paths to add to `keep_fp32`: the owners of `unfit`, the modules around the ones in `too_large`, and
-        modules
-            that overflow on finite inputs. An overflow hides those after it: check again with `keep` added.
+            modules that overflow on finite inputs. An overflow hides later ones: check again with `keep` added.
         largest_input: the largest finite magnitude in the sample; if `dtype` cannot hold it, no `keep` helps.
     """
 
@@ -97,7 +96,7 @@ def check_half(
     buffers: Buffers = "exact",
     in_region: bool = False,
 ) -> HalfReport:
-    """Run a copy of a float32 model in float32 and one in half on a sample, and compare every module's outputs.
+    """Run a copy of a float32 model in float32 and one in `dtype` on a sample, and compare every module's outputs.
 
     Copies are in eval mode. Synchronizes with the device.
 
@@ -107,8 +106,8 @@ def check_half(
         dtype, keep_fp32, buffers, in_region: as of `half`.
 
     Returns:
-        A `HalfReport`; print it. If "error out" is much larger than "error in", the module loses digits. If "error in"
-        is much larger than "error out" of the modules before, operators between them do.
+        A `HalfReport`; print it. If "error out" is much larger than "error in", the module is imprecise. If "error
+            in" is much larger than "error out" of the modules before, operators between them are imprecise.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `half`, except that parameters which do not fit are reported.
@@ -123,7 +122,7 @@ def check_half(
             "check_half(model, sample, torch.float16)"
         )
     dtype, _ = checked_dtypes(model, dtype)
-    keys, limit = kept_keys(keep_fp32), torch.finfo(dtype).max
+    keys, limit = float32_keys(keep_fp32), torch.finfo(dtype).max
     plan = HalfPlan(model, dtype, keys, buffers)
     outputs, calls = _run(copy.deepcopy(model), sample)
     owners = [name.rpartition(".")[0] for name in plan.unfit]
@@ -133,7 +132,7 @@ def check_half(
         outputs_in_half, in_half = _run(converted, sample)
         error, _ = _compared(outputs_in_half, outputs)
     rows = [_row(path, expected, in_half.get(path)) for path, expected in calls.items()]
-    inside = {path for module, path in plan.kept.items() if module not in plan.outermost}
+    inside = {path for module, path in plan.in_float32.items() if module not in plan.outermost}
     too_large = [row.path for row in rows if row.largest > limit and row.path not in inside]
     fitting = {row.path for row in rows if row.largest <= limit}
     overflowing = [row.path for row in rows if row.overflows and in_half[row.path].finite_inputs]

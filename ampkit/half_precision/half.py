@@ -67,9 +67,8 @@ def half(
         model: a float32 model, which is copied. Parameters too large for `dtype` are an error.
         dtype: torch.float16 or torch.bfloat16, or its name.
         keep_fp32: modules that remain in float32, with inputs cast up and outputs cast back: module classes, modules,
-        or
-            path patterns of `Policy.for_modules` ("blocks.*.norm"); a ModuleList or ModuleDict stands for the modules
-            in it. `ampkit.half_precision.half.NORMS` has all normalization classes.
+            or path patterns of `Policy.for_modules` ("blocks.*.norm"); a ModuleList or ModuleDict stands for the
+            modules in it. `ampkit.half_precision.half.NORMS` has all normalization classes.
         cast_outputs: a dtype, or its name, for floating-point outputs; None leaves them in `dtype`.
         buffers: the floating-point buffers to convert. "exact": masks, and buffers whose values `dtype` holds exactly;
             others, such as rotary frequencies, keep their dtype, and so do zeros and ones, which may be counters.
@@ -86,7 +85,7 @@ def half(
         TypeError: `model` is not a module, or a `keep_fp32` entry is of another type.
         ValueError: another dtype or `buffers`, a pattern that names no module, or a parameter that does not fit `dtype`
             or is tied between a float32 module and another.
-        RuntimeError: the model is converted already, a module is scripted, or the forward of a converted or kept
+        RuntimeError: the model is converted already, a module is scripted, or the forward of a converted or float32
             module was replaced on the instance. Nothing has been changed when it raises.
 
     >>> model = half(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.bfloat16)
@@ -94,7 +93,7 @@ def half(
     (torch.bfloat16, torch.float32)
     """
     dtype, outputs = checked_dtypes(model, dtype, cast_outputs)
-    keep = kept_keys(keep_fp32)
+    keep = float32_keys(keep_fp32)
     if not in_place:
         memo: dict[int, Any] = {}
         model = copy.deepcopy(model, memo)
@@ -105,7 +104,7 @@ def half(
     return put_boundary(model, Boundary(dtype, outputs, dtype if in_region else None, note=plan.note()))
 
 
-def kept_keys(keep_fp32: Keep | str) -> tuple[Any, ...]:
+def float32_keys(keep_fp32: Keep | str) -> tuple[Any, ...]:
     """Return `keep_fp32`, which may be one pattern, as a tuple; raise `TypeError` for keys of another type."""
     keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
     for key in keep:
@@ -121,7 +120,7 @@ class HalfPlan:
     """The modules of a model to convert and to keep in float32, decided before any is changed.
 
     Attributes:
-        kept: each module in float32, with its path; `outermost` are the ones that get casts.
+        in_float32: each module in float32, with its path; `outermost` are the ones that get casts.
         unfit: parameters to convert that `dtype` cannot hold, by name, each with its largest magnitude.
         unchanged: buffers of converted modules that are not converted, by name.
         rounded: names of buffers to convert whose values `dtype` changes, masks excepted.
@@ -131,7 +130,7 @@ class HalfPlan:
         if buffers not in get_args(Buffers):
             raise ValueError(f"buffers is {short(buffers)}; expected 'exact', 'all' or 'none'")
         self.dtype = dtype
-        self.kept: dict[Module, str] = {}
+        self.in_float32: dict[Module, str] = {}
         self.outermost: list[Module] = []
         used: set[int] = set()
         for path, module in model.named_modules():
@@ -143,14 +142,14 @@ class HalfPlan:
             matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
             used.update(matching)
             for called_path, called in _called_modules(path, module) if matching else ():
-                if called not in self.kept:
+                if called not in self.in_float32:
                     refuse_patched(called)
                     self.outermost.append(called)
-                    self.kept.update((inner, name) for name, inner in called.named_modules(prefix=called_path))
+                    self.in_float32.update((inner, name) for name, inner in called.named_modules(prefix=called_path))
         for index, key in enumerate(keep):
             if index not in used and not isinstance(key, type):
                 raise ValueError(_unused_message(model, key))
-        self.converted = {module: path for path, module in model.named_modules() if module not in self.kept}
+        self.converted = {module: path for path, module in model.named_modules() if module not in self.in_float32}
         self.unfit: dict[str, float] = {}
         self._check_parameters()
         self.unchanged: dict[str, Tensor] = {}
@@ -158,7 +157,7 @@ class HalfPlan:
         self._choose_buffers(buffers)
 
     def _check_parameters(self) -> None:
-        """Fill `unfit`, and refuse parameters that are tied between converted and kept modules."""
+        """Fill `unfit`, and refuse parameters that are tied between converted and float32 modules."""
         owners: dict[int, str] = {}
         for module, path in self.converted.items():
             for name, param in module.named_parameters(prefix=path, recurse=False):
@@ -166,7 +165,7 @@ class HalfPlan:
                 largest = _overflowing_magnitude(param, self.dtype)
                 if largest is not None:
                     self.unfit[name] = largest
-        for module, path in self.kept.items():
+        for module, path in self.in_float32.items():
             for name, param in module.named_parameters(prefix=path, recurse=False):
                 if id(param) in owners:
                     raise ValueError(
@@ -202,17 +201,17 @@ class HalfPlan:
         if not names:
             return ""
         return (
-            f"ampkit left these buffers in their dtype, because {self.dtype} may change their values: "
+            f"these buffers were not converted, because {self.dtype} may change their values: "
             f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}; cast the result if one of them is "
             "combined with 16-bit tensors, or convert with buffers='all'"
         )
 
     def carry_out(self) -> None:
-        """Convert the model, and put casts around the kept modules."""
+        """Convert the model, and put casts around the float32 modules."""
         unchanged = {id(buffer) for buffer in self.unchanged.values()}
         for module in self.converted:
             module._apply(lambda tensor: tensor if id(tensor) in unchanged else self._convert(tensor), recurse=False)
-        for module in self.kept:
+        for module in self.in_float32:
             module._apply(lambda tensor: cast(tensor, torch.float32), recurse=False)
         for module in self.outermost:
             # The kernels of batch norms take 16-bit inputs with float32 weights.

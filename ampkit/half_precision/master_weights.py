@@ -38,7 +38,7 @@ class _Pair:
 
 
 class MasterWeights:
-    """Gives an optimizer float32 masters for its float16 and bfloat16 parameters.
+    """Gives an optimizer float32 masters for its float16 and bfloat16 parameters (Micikevicius et al., 2018).
 
     Afterwards `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
     `step` moves the gradients to the masters, updates the masters, rounds them into the model and drops their
@@ -123,12 +123,12 @@ class MasterWeights:
         """
         self._adopt()
         flags = {} if found_inf is None else found_inf
-        arrived = [(pair, grad) for pair in self._pairs.values() if (grad := pair.param.grad) is not None]
-        for pair, _ in arrived:
+        with_gradients = [(pair, grad) for pair in self._pairs.values() if (grad := pair.param.grad) is not None]
+        for pair, _ in with_gradients:
             _check_device(pair)
         # Two launches per device: gradients that become the master's, and gradients that are added to it.
         launches: dict[tuple[torch.device, bool], tuple[list[Tensor], list[Tensor]]] = {}
-        for pair, grad in arrived:
+        for pair, grad in with_gradients:
             pair.param.grad = None
             master = pair.master
             if grad.layout is torch.sparse_coo:
@@ -161,7 +161,7 @@ class MasterWeights:
     def state_dict(self) -> dict[str, Any]:
         """Return the masters in the order of the parameter groups; the tensors share their storage.
 
-        Together with the optimizer's own `state_dict` it resumes a run to the bit.
+        Together with the optimizer's own `state_dict` it resumes a run with bitwise identical results.
         """
         return {"masters": [master.detach() for master in self._in_groups()]}
 
@@ -184,7 +184,7 @@ class MasterWeights:
         return [param for group in self.optimizer.param_groups for param in group["params"] if id(param) in masters]
 
     @torch.no_grad()
-    def follow_model_(self) -> None:
+    def update_changed_(self) -> None:
         """Copy 16-bit parameters that were changed from outside into their masters; `step` calls this itself.
 
         Elements that equal the rounded master leave the master's value as it is.
@@ -216,7 +216,7 @@ class MasterWeights:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         refuse_closure(optimizer, args, kwargs)
         self._adopt()
-        self.follow_model_()
+        self.update_changed_()
         self.take_gradients_()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

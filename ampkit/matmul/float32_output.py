@@ -47,7 +47,7 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
         return op._op(*args, **kwargs)
     # `torch.jit.trace` would record the call of an autograd function, which cannot be saved.
     if kwargs or functorch_level() is not None or in_forward_ad() or jit_tracing_state() is not None:
-        return _wide(op, cast, args, kwargs)
+        return _on_float32_copies(op, cast, args, kwargs)
     name = op.overloadpacket.__name__
     operands: Any = args if len(args) > 2 else (*args, None)
     left, right, added = operands
@@ -61,7 +61,7 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
     fits = fits and (added is None or expands(added.shape, shape))
     dense = all(each.layout is torch.strided and not each.is_nested for each in tensors)
     if not fits or not dense:
-        return _wide(op, cast, args, kwargs)
+        return _on_float32_copies(op, cast, args, kwargs)
     if right.dim() > 3:
         right = right.flatten(0, -3)
     if left.dim() > right.dim():
@@ -72,7 +72,7 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
     return result if added is None else result + added
 
 
-def _wide(op: OpOverload, cast: casting.Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _on_float32_copies(op: OpOverload, cast: casting.Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return op._op(*casting.cast_to(cast.device_type, torch.float32).args(args), **kwargs)
 
 

@@ -22,7 +22,7 @@ def float8_layers(policy: Policy, model: Module) -> list[str]:
     """List each `nn.Linear` of `model`, and each `Conv1D` of transformers, with the rule that it follows.
 
     A line has the layer's path, its size (N, K) and the rule in a region with `policy`, rules for modules included. For
-    a layer under an FP8 rule that follows LOWER, the line has the reason.
+    a layer under an FP8 rule that follows LOWER, the line has the reason. Runs nothing.
 
     Args:
         policy: a policy.
@@ -53,8 +53,8 @@ def _lines(policy: Policy, model: Module, path: str, dtype: torch.dtype) -> Iter
         op = torch.ops.aten.addmm.default if is_conv1d else torch.ops.aten.linear.default
         rule = policy.rules().get(op, Rule.DECOMPOSE)
         why = _why_not(policy.device_type, module.weight, k, n) if rule in RECIPES else ""
-        followed = "float32" if dtype is torch.float32 else f"LOWER: {why}" if why else rule.name
-        yield f"{path or 'the model itself'} ({n}, {k}) {followed}"
+        rule_text = "float32" if dtype is torch.float32 else f"LOWER: {why}" if why else rule.name
+        yield f"{path or 'the model itself'} ({n}, {k}) {rule_text}"
     for name, child in module.named_children():
         yield from _lines(policy, child, f"{path}.{name}" if path else name, dtype)
 

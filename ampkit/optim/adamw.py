@@ -44,19 +44,19 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         weight_decay: decoupled weight decay.
         amsgrad: divide by the largest second moment so far.
         maximize: maximize the loss.
-        foreach, capturable, fused: choose among torch's functions, where these step. None, for both `foreach` and
-            `fused`: the fused one; `fused=False` has the bits of torch's default on a CPU. The fused one is not taken
-            on a CPU for complex parameters, for subclasses of tensors unless `fused=True`, nor where torch's (2.13) is
-            wrong: where a tensor is not contiguous it confuses elements, and where state differs from its parameter in
-            size it writes to other memory.
+        foreach, capturable, fused: choose among torch's functions, if these compute the step. None, for both `foreach`
+            and `fused`: the fused one; `fused=False` is bitwise identical to torch's default on a CPU. On a CPU, the
+            default replaces the fused one for complex parameters, for subclasses of tensors unless `fused=True`, and
+            for tensors that the fused one (2.13) handles incorrectly: it confuses elements of tensors that are not
+            contiguous, and writes to other memory if state differs from its parameter in size.
         differentiable: must be False.
-        impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
+        impl: "auto", "triton" (raise if Triton cannot run) or "reference" (torch's functions).
         max_grad_norm: clip in the step by the 2-norm of all gradients, including all shards of DTensors,
             without writing `.grad`; 32 bytes per float32 element. None: no clipping.
         rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, so that the
             mean is right.
-        masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
-            to the bit. On a CPU that is a weight of `torch.optim.AdamW(fused=True)`.
+        masters: None, or "remainder": 16 more bits per bfloat16 weight. The step is bitwise identical to the step of a
+            float32 weight, on a CPU by `torch.optim.AdamW(fused=True)`.
         state_dtype: dtype of moments, torch.float32 or torch.bfloat16; None: the dtype of the weights or their masters.
         seed: seed of stochastic rounding.
 

@@ -51,7 +51,7 @@ class DeviceStep(ABC):
 
     `step` goes one of these ways for each parameter group:
 
-    - `_step_torch`: torch's own functions, on a CPU and where Triton cannot run.
+    - `_step_torch`: torch's own functions, on a CPU and if Triton cannot run.
     - `_step_kernels`: the subclass's kernel or its reference, after an examination of every tensor (`_step_validated`);
       a `StepCache` keeps its arguments.
     - `_step_again`: the kernel with the arguments of the cache, if parameters, gradients and state are the same

@@ -64,8 +64,7 @@ class Precision:
                 if self.continues(name) and got is not dtype:
                     raise ValueError(
                         f"the saved {name!r} of parameter {number} is {got}; expected {dtype}, as state_dict() returns "
-                        f"it: its bits are lost. Load an unconverted state, or delete the {name!r} entries, which then "
-                        "begin anew"
+                        f"it. Load a state that was not converted, or delete its {name!r} entries to start anew"
                     )
 
     def fill(self, state: dict[str, Any], names: Sequence[str], param: Tensor, number: int) -> None:

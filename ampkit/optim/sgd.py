@@ -23,7 +23,7 @@ class SGD(DeviceStep, torch.optim.SGD):
     scaler's factor, and moves 20 bytes per float32 element with momentum, 12 without. If `found_inf` is set it changes
     nothing: a skipped first step starts no momentum, the next one does. The step never synchronizes and can be captured
     in a CUDA graph. On a CPU `torch.optim`'s own functions step, with the results of `torch.optim.SGD` with the same
-    arguments; on a CUDA device where Triton cannot run, plain tensor operations do. DTensors are updated shard by
+    arguments; on a CUDA device on which Triton cannot run, plain tensor operations do. DTensors are updated shard by
     shard.
 
     Args:
@@ -38,7 +38,7 @@ class SGD(DeviceStep, torch.optim.SGD):
         differentiable: must be False.
         fused: accepted and ignored on the CPU, where results equal `fused=False`: torch's fused SGD (2.13) does
             not change 16-bit parameters of 16 elements or more, and raises if some parameters have no momentum yet.
-        impl: "auto", "triton" (raise where Triton cannot run) or "reference".
+        impl: "auto", "triton" (raise if Triton cannot run) or "reference".
         max_grad_norm, rounding, masters, state_dtype, seed: as in `AdamW`.
 
     Raises:

@@ -40,7 +40,7 @@ class RecordedCall(NamedTuple):
     computed_in: tuple[torch.dtype, ...]  # their dtypes after the casts, or the `dtype` argument of the operator
     casts: int  # copies made for this call
     cached: int  # casts of weights that the cache had
-    nbytes: int  # bytes read and written by the casts made
+    nbytes: int  # bytes read and written by the casts
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors in the arguments; () for a nested tensor
     float8: str = ""  # under an FP8 rule: its name, or why the call followed LOWER
     upcast_by: str = ""  # the autograd nodes whose float32 results, of 16-bit inputs, this call cast back to 16 bits
@@ -80,7 +80,7 @@ class CastRecord:
 
     `calls` has a `RecordedCall` for each call of an operator with a rule, in order. `compiled` is True if compiled code
     may have run operators that were not recorded: `torch.compile` traced a region in between, or nothing was recorded
-    in a process that has compiled something.
+    in a process that has compiled something. Only `float8` synchronizes with the device.
     """
 
     def __init__(self) -> None:
@@ -90,12 +90,12 @@ class CastRecord:
 
     @property
     def casts(self) -> int:
-        """The number of casts made."""
+        """The number of casts, without casts reused from the cache."""
         return sum(call.casts for call in self.calls)
 
     @property
     def cached(self) -> int:
-        """The number of casts of weights taken from a cache."""
+        """The number of weight casts that were reused from the cache."""
         return sum(call.cached for call in self.calls)
 
     @property
@@ -177,7 +177,7 @@ class CastRecord:
 
     def _table(self) -> list[str]:
         lines = table([_HEADER, *map(_row, _row_groups(self.calls))], {"calls", "casts", "cached", "MB"})
-        total = f"{_count(len(self.calls))}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
+        total = f"{_count(len(self.calls))}, {self.casts} casts ({self.nbytes / 1e6:.3f} MB read and written), "
         fallbacks = _grouped(
             [call for call in self.calls if call.float8 not in ("", call.rule.name)],
             lambda call: (call.op, starred(call.module), call.float8),
@@ -188,7 +188,7 @@ class CastRecord:
         )
         return [
             *lines,
-            f"{total}{self.cached} taken from the cache",
+            f"{total}{self.cached} reused from the cache",
             *(
                 f"upcast and cast back: {calls[0].op} in {_path([call.module for call in calls]) or 'no module'}, "
                 f"{_count(len(calls))}: {sum(call.upcast_nbytes for call in calls) / 1e6:.3f} MB of float32 from "

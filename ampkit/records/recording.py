@@ -47,10 +47,11 @@ class record_casts(contextlib.ContextDecorator):
             loss.backward()
         print(record)
 
-    Operators without a rule do not appear, because a region does not see them; nor do regions that were open before.
+    Operators without a rule do not appear, because regions do not handle them. Regions that were open before do not
+    appear.
     Code under `torch.compile` is omitted, unless its backend runs operators one by one ("eager"): record the function
     before it is compiled. FakeTensors are recorded like others, even for a GPU that the machine does not have. Inside
-    another record, only the inner one records. Recording never synchronizes.
+    another record, only the inner one records. Entering returns the `CastRecord`. Recording never synchronizes.
 
     The record lists float32 results of 16-bit activations that the next operator casts back to 16 bits, with their
     bytes: norms in float32, or adapters whose weights are float32. These are found through autograd's graph, so only

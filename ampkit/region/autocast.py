@@ -14,9 +14,9 @@ import torch
 from ampkit.forks import clear_torch_cache
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import RegionSpec, checked_spec
-from ampkit.region.checkpoint import follow_checkpoints
+from ampkit.region.checkpoint import wrap_checkpoints
 from ampkit.region.decorate import in_region
-from ampkit.region.module_hooks import enter_in_trace, follow_rules, leave_in_trace
+from ampkit.region.module_hooks import apply_module_rules, enter_in_trace, leave_in_trace
 from ampkit.region.stack import enter, leave, leave_ended_graphs, thread
 from ampkit.torch_private import called_while_tracing, dynamo_skip, tracing
 
@@ -46,7 +46,7 @@ class autocast:
         dtype: the dtype, or its name, of operators in low precision; None: the enclosing region's. The
             outermost region uses float16 on accelerators and bfloat16 on CPU.
         enabled: False makes a disabled region, in which nothing is cast.
-        cache_enabled: whether the cast of a weight is kept until the outermost region of the thread ends; None: as
+        cache_enabled: whether the cast of a weight is cached until the outermost region of the thread ends; None: as
             in the enclosing region, or True without one. An outer `autocast(device_type, enabled=False)` around several
             regions keeps their casts: around micro-batches, or the tokens of a generation loop.
         policy: a policy for the device type, "torch" or "default"; None: the enclosing region's policy for this device
@@ -105,13 +105,13 @@ class autocast:
     @dynamo_skip
     def __enter__(self) -> Self:
         if tracing():
-            _follow_checkpoints()
+            _wrap_checkpoints()
             enter_in_trace(self.spec)
         else:
-            follow_checkpoints()
+            wrap_checkpoints()
             region = enter(self.spec)
             if region.state.mode.with_module_rules:
-                follow_rules(region)
+                apply_module_rules(region)
         return self
 
     @dynamo_skip
@@ -128,8 +128,8 @@ class autocast:
 
 
 @called_while_tracing
-def _follow_checkpoints() -> bool:
-    follow_checkpoints()
+def _wrap_checkpoints() -> bool:
+    wrap_checkpoints()
     return True
 
 

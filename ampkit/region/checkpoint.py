@@ -17,15 +17,15 @@ from torch.utils.checkpoint import CheckpointFunction
 from ampkit.dispatch.dispatcher import current_mode
 from ampkit.forks import process_lock
 from ampkit.region.arguments import RegionSpec
-from ampkit.region.module_hooks import follow_rules
+from ampkit.region.module_hooks import apply_module_rules
 from ampkit.region.stack import enter, leave_down_to, thread
 from ampkit.torch_private import CheckpointFrame, dynamo_skip
 
-__all__ = ["follow_checkpoints"]
+__all__ = ["wrap_checkpoints"]
 
 
 @functools.cache
-def follow_checkpoints() -> None:
+def wrap_checkpoints() -> None:
     """Have checkpoints, from now on, recompute under the policies of their forward."""
     with process_lock():
         if not hasattr(CheckpointFunction.forward, "_ampkit_wraps"):
@@ -42,14 +42,14 @@ def _wrap_beginnings() -> None:
         frame.recompute_fn = _in_regions_of_now(frame.recompute_fn)
 
     @functools.wraps(forward)
-    def followed(ctx: Any, *args: Any) -> Any:
+    def forward_in_regions(ctx: Any, *args: Any) -> Any:
         outputs = forward(ctx, *args)
         ctx.run_function = _in_regions_of_now(ctx.run_function)
         return outputs
 
-    followed._ampkit_wraps = forward  # type: ignore[attr-defined]
+    forward_in_regions._ampkit_wraps = forward  # type: ignore[attr-defined]
     CheckpointFrame.__init__ = begun
-    CheckpointFunction.forward = staticmethod(followed)  # pyright: ignore[reportAttributeAccessIssue]
+    CheckpointFunction.forward = staticmethod(forward_in_regions)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _in_regions_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def _in_regions_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
             for device_type, policy in policies:
                 dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
                 spec = RegionSpec(device_type, dtype, enabled, cached, policy, of_module=of_module)
-                follow_rules(enter(spec, recomputes=True))
+                apply_module_rules(enter(spec, recomputes=True))
             return function(*args, **kwargs)
         finally:
             leave_down_to(depth)

@@ -38,7 +38,7 @@ from ampkit.torch_private import (
     tracing,
 )
 
-__all__ = ["enter_in_trace", "follow_rules", "leave_in_trace", "regions_for"]
+__all__ = ["apply_module_rules", "enter_in_trace", "leave_in_trace", "regions_for"]
 
 _EAGER, _TRACED = HOOKS  # constant keys, since Dynamo guards on them
 
@@ -110,7 +110,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def follow_rules(region: OpenRegion) -> None:
+def apply_module_rules(region: OpenRegion) -> None:
     """Add the hooks for modules until the region that was just entered ends, if its policy has rules for modules."""
     if region.reached and region.spec.device_type in region.state.mode.with_module_rules:
         call_at_end(functools.partial(_remove_hooks, _add_hooks(), len(_running.modules)))

@@ -167,20 +167,20 @@ def leave(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None
     depth = next((n for n in reversed(range(len(regions))) if regions[n].spec is spec), None)
     # Other exceptions end the regions inside as well. These two end a generator or a task, and other code may have
     # entered the regions inside.
-    is_fault = exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError))
+    is_error = exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError))
     if depth is None:
-        if is_fault:
+        if is_error:
             raise RegionOrderError(
-                f"{spec} is being left in a thread that has not entered it, or that has left it already; enter and "
-                "leave a region in one thread, once each and in order, with `with` or as a decorator"
+                f"{spec} ends in a thread that has not entered it, or has exited it already; enter and exit a "
+                "region in one thread, once each and in order, with `with` or as a decorator"
             )
         return
     inner = [region.spec for region in regions[depth + 1 :] if not region.spec.of_module]
     leave_down_to(depth)
-    if inner and is_fault:
+    if inner and is_error:
         raise RegionOrderError(
-            f"{spec} was left while {inner[-1]}, entered after it, was still open: both have been left; leave regions "
-            "in the reverse of the order they were entered. A generator or coroutine that is suspended inside `with "
+            f"{spec} ended while {inner[-1]}, entered after it, was open, so both have ended; exit regions in "
+            "the reverse order of entering them. A generator or coroutine that is suspended inside `with "
             "autocast():` does this: decorate its function with autocast instead"
         )
 

@@ -188,7 +188,7 @@ class GradScaler(ScalerBase):
                 return
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(). Dividing gradients "
-                "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
+                "twice gives wrong values: call update() at the end of each iteration, unscale_ once per update (not "
                 "once per micro-batch), or pass allow_repeat=True."
             )
         if self._skip_above is not None:

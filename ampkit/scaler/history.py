@@ -30,7 +30,7 @@ class ScalerStats:
     Args:
         scale: the current loss scale.
         updates: calls of `update()`.
-        steps: optimizer steps that were taken.
+        steps: optimizer steps that were executed.
         skips: optimizer steps that were skipped for inf or NaN.
         no_gradients: optimizer steps that found no gradients.
         overflows: updates after an inf or NaN.

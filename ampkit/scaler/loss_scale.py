@@ -111,7 +111,7 @@ class DynamicLossScale(_LossScale):
             step. After growth the scale again tolerates `hysteresis` - 1 overflows (Megatron-LM).
 
     Raises:
-        TypeError: a number is none, or no integer.
+        TypeError: an argument is not a number, or `growth_interval` or `hysteresis` is not an integer.
         ValueError: an argument is out of range.
 
     >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=1)
@@ -267,7 +267,7 @@ def from_dict(saved: Mapping[str, Any]) -> LossScale:
     """Return the strategy that `to_dict` described.
 
     Raises:
-        TypeError: a number is none, or no integer.
+        TypeError: an argument is not a number, or `growth_interval` or `hysteresis` is not an integer.
         ValueError: the kind is unknown, fields are missing or unknown to this version, or one is out of range.
     """
     values = dict(saved)

@@ -100,30 +100,29 @@ class OverflowReport(tuple[NonFiniteGradient, ...]):
         iterable: the `NonFiniteGradient`s.
 
     Attributes:
-        finite_down_to: name of the parameter just before the first one, whose gradient was finite; None if there is
-            none.
+        last_finite: name of the parameter just before the first one, whose gradient was finite; None if there is none.
         named: whether all parameters have names, not only places in an optimizer.
     """
 
-    finite_down_to: str | None = None
+    last_finite: str | None = None
     named: bool = True
 
     def __str__(self) -> str:
         if not self:
             return "no parameter held inf or NaN"
-        first, before = self[0].name, self.finite_down_to
+        first, before = self[0].name, self.last_finite
         if before is None:
             lines = [f"no gradient was finite before {first}: it began there, or in the loss"]
         elif _module(first) == _module(before):
-            lines = [f"finite down to {before}; first bad: {first}"]
+            lines = [f"last finite: {before}; first non-finite: {first}"]
         else:
-            lines = [f"finite down to {_module(before)}; first bad: {_module(first)}"]
+            lines = [f"last finite: {_module(before)}; first non-finite: {_module(first)}"]
         lines += [f"  {gradient}" for gradient in self[:_SHOWN]]
         if len(self) > _SHOWN:
             lines.append(f"  and {len(self) - _SHOWN} more")
         if not self.named:
             lines.append("for names call overflow_report(model), or make the optimizer with model.named_parameters()")
-        lines.append("parameters are listed in reverse registration order; debugging.examine locates the operator")
+        lines.append("parameters are in reverse registration order; debugging.examine locates the operator")
         return "\n".join(lines)
 
 
@@ -143,15 +142,15 @@ def report(gradients: Sequence[Counted], model: torch.nn.Module | None) -> Overf
         for gradient, nonfinite, nan in zip(gradients, numbers, numbers, strict=True)
     }
     nonfinite: list[NonFiniteGradient] = []
-    finite_down_to = None
+    last_finite = None
     for key in sorted(by_param, key=lambda key: order.get(key, -1))[::-1]:
         gradient, inf, nan = by_param[key]
         name = names.get(key) or gradient.name or gradient.place
         if inf or nan:
             nonfinite.append(NonFiniteGradient(name, inf, nan, gradient.elements, gradient.dtype))
         elif not nonfinite:
-            finite_down_to = name
-    answer = OverflowReport(nonfinite)
-    answer.finite_down_to = finite_down_to
-    answer.named = all(key in names or gradient.name is not None for key, (gradient, _, _) in by_param.items())
-    return answer
+            last_finite = name
+    found = OverflowReport(nonfinite)
+    found.last_finite = last_finite
+    found.named = all(key in names or gradient.name is not None for key, (gradient, _, _) in by_param.items())
+    return found

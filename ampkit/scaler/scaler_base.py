@@ -210,7 +210,7 @@ class ScalerBase(torch.amp.GradScaler):
         return flag != 0
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the last `step(optimizer)` was taken, so that a schedule can follow its optimizer.
+        """Return whether the last `step(optimizer)` was executed, so that a schedule can step with its optimizer.
 
         `if scaler.stepped(optimizer): schedule.step()`. Synchronizes if the optimizer skips on the device.
 
@@ -321,7 +321,7 @@ class ScalerBase(torch.amp.GradScaler):
         return report(gradients, model)
 
     def check_ranks(self, process_group: Any = None) -> None:
-        """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.
+        """Raise if loss scales or numbers of executed steps differ between ranks. Every rank must call it.
 
         Under DDP all ranks have the same gradients, and the scaler exchanges nothing. Ranks still diverge if one of
         them loads another state, or steps parameters outside DDP. Call it now and then, after `update`. It
@@ -442,7 +442,7 @@ class ScalerBase(torch.amp.GradScaler):
         if self._states:
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
-                "scaler.update(): its notes about this iteration's gradients would be lost."
+                "scaler.update(): its record of this iteration's gradients is not saved."
             )
         saved = self.state_dict()
         own = saved[saved_state.OWN_KEY]

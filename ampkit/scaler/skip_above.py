@@ -23,7 +23,8 @@ __all__ = ["TimesMedian", "checked", "compare_", "first_norms", "is_outlier", "s
 class TimesMedian:
     """A limit for gradient norms: `factor` times the running median, for each optimizer by its own norms.
 
-    Finite norms of skipped steps also count for the median, so lasting large norms are accepted in the end.
+    Finite norms of skipped steps also count for the median, so lasting large norms are accepted in the end. Norms are
+    compared on the device, which never synchronizes.
 
     Args:
         factor: multiplies the median; above 1.

@@ -1,4 +1,4 @@
-"""Save everything that the run needs, and go on from there when the script is started again."""
+"""Save everything that the run needs, and continue from there when the script is started again."""
 
 import sys
 from pathlib import Path

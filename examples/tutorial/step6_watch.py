@@ -1,4 +1,4 @@
-"""Skip steps of outlying gradients, log the scale, and say which parameter overflowed."""
+"""Skip steps of outlying gradients, log the scale, and name the parameter that overflowed."""
 
 import json
 import sys

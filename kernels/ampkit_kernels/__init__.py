@@ -2,7 +2,7 @@
 
 Every function takes lists of tensors on one device, device scalars as one-element float32 tensors, and a
 keyword `impl`: `"auto"` (Triton on CUDA devices that can run it, PyTorch elsewhere), `"triton"` (raises
-`TritonUnavailable` with the reason where it cannot run) or `"reference"` (PyTorch). Lists may be empty.
+`TritonUnavailable` with the reason if it cannot run) or `"reference"` (PyTorch). Lists may be empty.
 Importing this package does not import Triton. Names outside `__all__` save `ampkit` host time.
 
 The modules, in reading order:

@@ -28,7 +28,7 @@ from .tensor_lists import (
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
-    """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
+    """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 if a value is not finite.
 
     A value counts as non-finite if it is inf or NaN, or if the multiplication makes it inf, which requires an
     `inv_scale` above 1 (a loss scale below 1). The gradients are multiplied either way. Follows torch's operator
@@ -136,7 +136,7 @@ def norm_and_clip_factor(
         impl: which implementation computes; see `ampkit_kernels`.
 
     Returns:
-        The norm, and the factor: a 0-d tensor on the gradients' device, float32, or float64 like the norm where
+        The norm, and the factor: a 0-d tensor on the gradients' device, float32, or float64 like the norm if
         PyTorch computes it.
 
     Raises:
@@ -161,7 +161,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     Args:
         grads: tensors as `unscale_` takes them. May be empty.
         factor: one float32 element on the gradients' device, such as `inv_scale * clip_coefficient`. A float64 element
-            is rounded to float32, except for float64 gradients where PyTorch computes.
+            is rounded to float32, except for float64 gradients if PyTorch computes.
         found_inf: one float32 element on the gradients' device, only read; other than 0, nothing is multiplied. None:
             always multiply.
         impl: which implementation computes; see `ampkit_kernels`.
@@ -382,7 +382,7 @@ def sgd_(
     Args:
         params, grads: as in `adamw_`.
         momentum_buffers: one buffer per parameter, of its shape and any float dtype, zeros before the first step;
-            updated in place. Not used where `momentum` is 0, and may then be empty.
+            updated in place. Not used if `momentum` is 0, and may then be empty.
         lr: the learning rate: a number, or one element on the parameters' device.
         momentum: decay rate of the momentum buffers; 0 for none.
         weight_decay: L2 penalty; this times the parameter is added to the gradient.

@@ -25,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class TritonUnavailable(RuntimeError):
-    """Raised for `impl="triton"` where Triton cannot run; the message has the reason."""
+    """Raised for `impl="triton"` if Triton cannot run; the message has the reason."""
 
 
 def interpreting() -> bool:
@@ -39,17 +39,17 @@ def why_not_triton(device: torch.device) -> str | None:
     The first call for a supported CUDA device compiles one kernel; later calls look the answer up. Never synchronizes.
 
     Args:
-        device: the device of the tensors. On a CPU the kernels run where TRITON_INTERPRET is set.
+        device: the device of the tensors. On a CPU the kernels run if TRITON_INTERPRET is set.
 
     Returns:
-        A sentence with the reason, or None where the kernels can run.
+        A sentence with the reason, or None if the kernels can run.
     """
     # No trial inside torch.compile, which calls this while it traces and brings its own compiler.
-    return _unsupported(device) or (None if device.type == "cpu" or is_compiling() else _fault(device))
+    return _unsupported(device) or (None if device.type == "cpu" or is_compiling() else _problem(device))
 
 
 def _unsupported(device: torch.device) -> str | None:
-    """Why the kernels do not support this device or this environment; None where they do."""
+    """Why the kernels do not support this device or this environment; None if they do."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install 'triton>=3.6'"
     if device.type == "cpu":
@@ -73,8 +73,8 @@ def _unsupported(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _fault(device: torch.device) -> str | None:
-    """Why Triton cannot compile for this CUDA device; None where it can.
+def _problem(device: torch.device) -> str | None:
+    """Why Triton cannot compile for this CUDA device; None if it can.
 
     Uses only the host, so a CUDA graph may be captured at the same time.
     """
@@ -92,8 +92,8 @@ def _fault(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _warn_of(fault: str) -> None:
-    warnings.warn(f"ampkit uses PyTorch's operators instead of its Triton kernels: {fault}", stacklevel=4)
+def _warn_of(problem: str) -> None:
+    warnings.warn(f"ampkit uses PyTorch's operators instead of its Triton kernels: {problem}", stacklevel=4)
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ampkit_kernels.configs import Config
 from benchmarks import float8, host, kernels, registry, report, trainer, training, tuning, workloads
-from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, TORCH_OPERATORS, Case, WrongAnswerError
+from benchmarks.case import AMPKIT, OUTER, SAME_LIST, TORCH, TORCH_OPERATORS, Case, WrongAnswerError
 from benchmarks.regions import WeightCasts
 from benchmarks.scaling import Scaling
 from benchmarks.trainer import Variant
@@ -109,9 +109,9 @@ def test_every_way_of_training_gets_to_the_same_loss(
     assert losses["fp32"] == pytest.approx(losses[TORCH], rel=0.1)
     assert losses["fp32"] != losses[TORCH]
     if variant.accumulation == 4:
-        facts = {way: sides[way].facts() for way in (TORCH, SAME_LIST, KEPT)}
+        facts = {way: sides[way].facts() for way in (TORCH, SAME_LIST, OUTER)}
         n_weights = 2 * 4 * 2 + 1  # two blocks of four linears with biases; the tied head
-        assert facts[SAME_LIST]["copies"] == facts[TORCH]["copies"] == facts[KEPT]["copies"] + 3 * n_weights
+        assert facts[SAME_LIST]["copies"] == facts[TORCH]["copies"] == facts[OUTER]["copies"] + 3 * n_weights
         assert facts[SAME_LIST]["peak_bytes"] > 0
     spoil(case, sides, SAME_LIST)
 

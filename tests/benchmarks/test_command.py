@@ -139,14 +139,14 @@ def test_a_run_goes_on_where_the_process_ended(
 
 
 def test_the_page_shows_the_results_that_are_kept(tmp_path: Path) -> None:
-    """Reports are made from the rows beside them; `--page` has written the page's summary, which links each report."""
+    """Reports are made from the rows next to them; `--page` has written the page's summary, which links each report."""
     page = (ROOT / "docs" / "performance.md").read_text()
     paths = sorted((ROOT / "benchmarks" / "results").glob("*/results.jsonl"))
     for path in paths:
         rows = results.load(path)
         assert (path.parent / "report.md").read_text() == report.markdown(rows)
         assert f"](../benchmarks/results/{path.parent.name}/report.md)" in page.replace("\n", "")
-        assert {change.verdict for change in compare.compare(rows, rows)} == {"same"}
+        assert {change.direction for change in compare.compare(rows, rows)} == {"same"}
     assert paths
     shown = re.findall(r"<!-- figures: (\S+), written by", page)
     assert shown

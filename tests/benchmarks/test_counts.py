@@ -9,7 +9,7 @@ from tests.helpers.processes import fresh_python
 
 # In torch 2.11 a region hands torch its mode, twice, through a function of ours that counts references.
 STASH = 2 if torch.__version__.startswith("2.11.") else 0
-# Functions of ampkit and its kernels, at most; beside each those that the command counts on torch's side. `step` and
+# Functions of ampkit and its kernels, at most; after each the count of torch's side. `step` and
 # `AdamW.step` call ampkit's hook on optimizers on both sides: two functions.
 BOUNDS = {
     "region": 16 + STASH,  # 4
@@ -18,7 +18,7 @@ BOUNDS = {
     "scaler.step, torch's AdamW": 37,  # 16
     "scaler.update": 7,  # 3
     "unscale, check and clip": 42,  # 9
-    "ampkit.optim.AdamW.step beside torch's fused": 17,  # 2
+    "ampkit.optim.AdamW.step and torch's fused": 17,  # 2
 }
 
 

@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert self_check.fault() is None
+    assert self_check.problem() is None
     self_check.once.cache_clear()
     thread.modes.clear()
     thread.last = None
@@ -53,7 +53,7 @@ def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: 
 def test_the_callers_modes_and_threads_do_not_matter() -> None:
     """Nor does the check touch them: it runs in a thread of its own, which ends."""
     with FakeTensorMode(), torch.inference_mode(), torch.device("meta"), torch.autocast("cpu"), autocast("cpu"):
-        assert self_check.fault() is None
+        assert self_check.problem() is None
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ampkit")] == []
 
 

@@ -46,7 +46,7 @@ TASKS = {
     "Apex O2": "apex.md",
     "log the scale": "scaler.md#log-the-scale",
     "custom operator": "custom-operators.md",
-    "sizes not multiples of 8": "performance.md#shapes-that-matrix-units-like",
+    "sizes not multiples of 8": "performance.md#shapes-for-tensor-cores",
     "half": "half.md",
     "compile": "compile.md",
     "cached inference": "performance.md#reuse-of-weight-casts",

@@ -173,7 +173,9 @@ def test_one_page_programs_train_with_ampkits_bits() -> None:
 
 def test_clipping_names_the_skipped_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("scaler_clipping").stats().skips >= 1
-    said = "step 6 was skipped:\nfinite down to 2.bias; first bad: 2.weight\n  2.weight: 0 inf, 1 NaN of 32 (float32)"
+    said = (
+        "step 6 was skipped:\nlast finite: 2.bias; first non-finite: 2.weight\n  2.weight: 0 inf, 1 NaN of 32 (float32)"
+    )
     assert said in capsys.readouterr().out
 
 
@@ -256,7 +258,7 @@ def test_half_models(capsys: pytest.CaptureFixture[str]) -> None:
 def test_accelerate(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
     assert run("loops_accelerate") == pytest.approx(0.01 * 0.99**7)  # eight steps, one of them skipped
-    said = "step 5 was skipped:\nfinite down to 0.bias; first bad: 0.weight\n  0.weight: 0 inf, 1 NaN"
+    said = "step 5 was skipped:\nlast finite: 0.bias; first non-finite: 0.weight\n  0.weight: 0 inf, 1 NaN"
     assert said in capsys.readouterr().out
 
 

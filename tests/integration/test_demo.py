@@ -79,7 +79,7 @@ def test_the_digits_are_learned_and_the_fault_is_named(
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "in step 2 of 3, in fp16, the gradient of the output of 3 (Conv2d) overflows" in printed
-    assert "first bad: 3" in results["fault"]["report"]
+    assert "first non-finite: 3" in results["fault"]["report"]
     steps = [line.split()[-1] for line in printed.splitlines() if line.startswith("  step ") and "scale" in line]
     assert steps == ["taken", "skipped", "taken"]
     assert re.search(r"^  about \d+ s$", printed, re.MULTILINE), "before minutes of training"

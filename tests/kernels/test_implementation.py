@@ -19,7 +19,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(implementation, "_fault", lambda device: None, raising=False)
+    monkeypatch.setattr(implementation, "_problem", lambda device: None, raising=False)
     monkeypatch.setattr(implementation, "_serves", functools.cache(implementation._serves.__wrapped__))
     return monkeypatch
 
@@ -68,7 +68,7 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - 2 * device.index, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(unscale, "compile_one", compile_one, raising=False)
-    for name in ("_fault", "_serves", "_warn_of"):
+    for name in ("_problem", "_serves", "_warn_of"):
         monkeypatch.setattr(implementation, name, functools.cache(getattr(implementation, name).__wrapped__))
     others = CPU, META, torch.device("cuda", 1)
     assert [implementation.uses_triton("auto", device) for device in others] == [False] * 3
@@ -80,7 +80,7 @@ def test_a_triton_that_cannot_compile_is_tried_once_with_one_warning(monkeypatch
     for _ in range(2):  # warnings are errors here
         assert implementation.select("auto", CUDA) is reference
     assert (len(warned), tried) == (1, [CUDA])
-    implementation._fault.cache_clear()
+    implementation._problem.cache_clear()
     implementation._serves.cache_clear()
     monkeypatch.setattr(implementation, "is_compiling", lambda: True)
     assert implementation.why_not_triton(CUDA) is None

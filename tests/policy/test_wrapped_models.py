@@ -124,7 +124,7 @@ def outcome(wrap, when):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         layers = in_float32(around, policy)
-    return layers, [rule.key for rule in policy.check().gone]
+    return layers, [rule.key for rule in policy.check().removed]
 
 
 def on_rank(rank, world, kind, when):

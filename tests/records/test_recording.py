@@ -97,7 +97,7 @@ def test_table(net):
             2  aten::layer_norm   FLOAT32, default            blocks.*.1  bfloat16, float32 x2  float32 x3       2       0  0.096
             1  aten::linear       LOWER, torch                head        float32 x3            bfloat16 x3      3       0  0.048
             1  aten::softmax.int  FLOAT32_DTYPE_ARG, default  Net         bfloat16              float32          0       0  0.000
-        6 calls, 11 casts made (0.241 MB read and written), 0 taken from the cache
+        6 calls, 11 casts (0.241 MB read and written), 0 reused from the cache
         upcast and cast back: aten::linear in blocks.1.0, 1 call: 0.032 MB of float32 from NativeLayerNorm
         upcast and cast back: aten::linear in head, 1 call: 0.032 MB of float32 from NativeLayerNorm""")  # noqa: E501
 

@@ -143,13 +143,13 @@ def test_check_lists_what_is_bound_and_what_is_gone():
             "'': torch.float16: the model itself",
         ]
     )
-    assert policy.check().gone == ()
+    assert policy.check().removed == ()
     replaced = model.head
     model.head, model.blocks[0].attn = nn.Identity(), nn.Sequential(model.blocks[0].attn)
     del model.blocks[1].attn
-    (first, second) = policy.check().gone
-    assert (first.gone, second.gone) == (("blocks.1.attn",), ("head",))
-    assert str(first) == "'blocks.*.attn': torch.float32: blocks.0.attn, blocks.1.attn; gone: blocks.1.attn"
+    (first, second) = policy.check().removed
+    assert (first.removed, second.removed) == (("blocks.1.attn",), ("head",))
+    assert str(first) == "'blocks.*.attn': torch.float32: blocks.0.attn, blocks.1.attn; removed: blocks.1.attn"
     assert replaced is not None
     assert str(Policy.default("cpu").check()) == "this policy has no rules for modules"
 

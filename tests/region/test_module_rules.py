@@ -229,7 +229,7 @@ def test_a_policy_keeps_no_model_alive():
     assert policy == copy.deepcopy(policy)
     assert policy != other
     assert hash(policy) == hash(copy.copy(policy))
-    assert str(policy.check()) == "'head': torch.float32: head; gone: head"
+    assert str(policy.check()) == "'head': torch.float32: head; removed: head"
     assert policy.to_dict()["modules"] == [["head", "float32"]]
     model = Model()
     assert dtypes(model, policy.for_modules(model, {"head": FP32})) == only("head")

@@ -193,17 +193,17 @@ def test_left_in_another_order_than_entered():
     outer, inner = autocast("cpu", BF16), autocast("cpu", FP16)
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(RuntimeError, match=r"was left while autocast\('cpu', torch.float16.*reverse of the order"):
+    with pytest.raises(RuntimeError, match=r"ended while autocast\('cpu', torch.float16.*the reverse order"):
         outer.__exit__(None, None, None)
     assert state() == before, "the inner one is left with the outer one"
     for region in (outer, inner):
-        with pytest.raises(RuntimeError, match="left it already"):
+        with pytest.raises(RuntimeError, match="exited it already"):
             region.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("ended_by", [None, GeneratorExit, asyncio.CancelledError])
 def test_left_twice_or_in_another_thread(ended_by):
-    region, message = autocast("cpu"), "in a thread that has not entered it, or that has left it already; enter and"
+    region, message = autocast("cpu"), "in a thread that has not entered it, or has exited it already; enter and"
     with pytest.raises(RuntimeError, match=message):
         region.__exit__(ended_by, None, None)
     with region:
@@ -228,7 +228,7 @@ def test_a_task_that_is_canceled_inside_a_region_raises():
         with pytest.raises(RuntimeError, match="A generator or coroutine that is suspended"):
             await tasks[0]
         tasks[1].cancel()
-        with pytest.raises(RuntimeError, match="left it already"):
+        with pytest.raises(RuntimeError, match="exited it already"):
             await tasks[1]
 
     before = state()

@@ -38,10 +38,9 @@ ELSEWHERE = {
     "Apex": "FP16_Optimizer FusedAdagrad FusedAdam FusedLAMB FusedLayerNorm FusedNovoGrad FusedSGD SyncBatchNorm "
     "cur_scale has_overflow master_params_to_model_params model_grads_to_master_grads multi_tensor_l2norm "
     "network_to_half prep_param_lists update_scale",
-    "transformers": "from_pretrained hyperparameter_search",
+    "transformers": "hyperparameter_search",
     "Lightning": "log_metrics",
     "torch, in modules that are not imported": "parallel_apply wrap_with_autocast",
-    "torchtitan": "set_force_sum_reduction_for_comms set_pg_timeouts",
     "Python and coreutils": "cached_property sha256sum",
 }
 # The kind of a report in its JSON, which is a name and no module.

@@ -33,15 +33,15 @@ def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(w
     report = scaler.overflow_report()
     assert report == (("2.weight", 2, 0, 8, torch.float32), ("0.weight", 0, 1, 12, torch.float32))
     assert str(report).splitlines() == [
-        "finite down to 2.bias; first bad: 2.weight",
+        "last finite: 2.bias; first non-finite: 2.weight",
         "  2.weight: 2 inf, 0 NaN of 8 (float32)",
         "  0.weight: 0 inf, 1 NaN of 12 (float32)",
-        "parameters are listed in reverse registration order; debugging.examine locates the operator",
+        "parameters are in reverse registration order; debugging.examine locates the operator",
     ]
 
 
 def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None:
-    """Without names it says how to get them, and without a finite gradient before the first bad one that."""
+    """Without names it says how to get them, and without a finite gradient before the first non-finite one that."""
     model, scaler = small_model(), GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(scaler, model, optimizer, 1)
@@ -87,7 +87,9 @@ def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None
     assert {each.name for each in report} == set(seen)
     assert {name.rpartition(".")[0] for name in (seen[0], report[0].name)} == {path}
     first, *lines = str(report).splitlines()
-    assert first.endswith((f"first bad: {path}", f"finite before {report[0].name}: it began there, or in the loss"))
+    assert first.endswith(
+        (f"first non-finite: {path}", f"finite before {report[0].name}: it began there, or in the loss")
+    )
     assert lines[:-1] == [f"  {each}" for each in report[:6]] + [f"  and {len(report) - 6} more"] * (len(report) > 6)
 
 

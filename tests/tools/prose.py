@@ -33,8 +33,9 @@ PATTERNS = {
         "beside|[Dd]ear|[Mm]end(?:s|ed|ing)?|kin|oracle|verdict|meanwhile|shall",
         "[Ll]ooks? (?:at|for|like)",
     ],
+    "bitwise identical": ["to the bit", r"(?:has|have|with|gives?) [\w.]+'s bits"],
     "a compound noun: '16-bit weights'": [
-        "(?:in|of) 16 bits",
+        "(?:in|of) 16 bits|(?:in|of) half(?! (?:precision|of|the|a)\\b)",
         "(?:weights|moments|models|masters|tensors|operators|casts|rules|gradients|norms) of b?float[0-9]+",
     ],
     "'also', 'too', 'alone', 'at once' in this place": [
@@ -87,7 +88,7 @@ def files() -> list[Path]:
     """Return the pages of the repository, and the Python files whose docstrings and comments are checked."""
     top = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")]
     folders = (ROOT / ".github", ROOT / "docs", ROOT / "tests")
-    packages = (ROOT / "ampkit", ROOT / "kernels" / "ampkit_kernels")
+    packages = (ROOT / "ampkit", ROOT / "kernels" / "ampkit_kernels", ROOT / "examples")
     pages = [page for folder in folders for page in sorted(folder.rglob("*.md"))]
     return [*top, *pages, *(file for package in packages for file in sorted(package.rglob("*.py")))]
 

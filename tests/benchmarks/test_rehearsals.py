@@ -1,4 +1,4 @@
-"""The runner of `benchmarks.rehearse` writes a line for each verdict, and says which are wrong."""
+"""The runner of `benchmarks.rehearse` writes a line for each report, and whether it is right."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ from benchmarks import rehearse
 from benchmarks.fragile_models import MODELS, loss_of
 
 
-def test_a_verdict_and_a_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_and_a_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse, "STEPS", 2)
-    out = tmp_path / "verdicts.jsonl"
+    out = tmp_path / "reports.jsonl"
     arguments = ["positions to 1024", "diffusion", "--seeds", "1", "--steps", "2", "--warm-up", "0", "--out", str(out)]
     assert rehearse.main(arguments) == 1  # two steps are too few to find anything
     assert rehearse.main([*arguments, "--truth"]) == 0
