@@ -4,7 +4,7 @@ The contract of a function is its docstring here; the contracts of kernels are i
 tensors of a `FlatList` are not checked again. `ampkit` calls the same functions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,12 +77,7 @@ def inverse_scale(scale: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor,
 
 
 def norm_and_check(
-    grads: Sequence[Tensor],
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    norm_type: float = 2.0,
-    *,
-    impl: str = "auto",
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0, *, impl: str = "auto"
 ) -> Tensor:
     """Return the norm of all gradients times `inv_scale`, as of one vector, and set `found_inf` as `unscale_` would.
 
@@ -92,9 +87,7 @@ def norm_and_check(
     per float32 element; on a GPU without Triton 16, through float32 copies of 64 MiB or one gradient at a time.
 
     Args:
-        grads: tensors as `unscale_` takes them. Every repetition in an expanded tensor counts. May be empty.
-        inv_scale: the factor: one float32 element on the gradients' device.
-        found_inf: the flag: one float32 element on the gradients' device. Set to 1.0 or left as it is, never cleared.
+        grads, inv_scale, found_inf: as in `unscale_`. Every repetition in an expanded tensor counts.
         norm_type: the order of the norm. Triton computes 1, 2 and inf; PyTorch computes any other order.
         impl: which implementation computes; see `ampkit_kernels`.
 
@@ -103,16 +96,14 @@ def norm_and_check(
         inf or NaN if a gradient holds one; 0 for an empty list.
 
     Raises:
-        TypeError: tensors of other dtypes or layouts, and DTensors.
-        ValueError: several devices, or a scalar that is not one float32 element.
+        TypeError, ValueError: as `unscale_`.
 
     >>> import torch
     >>> norm_and_check([torch.tensor([3.0]), torch.tensor([4.0])], torch.tensor(1.0), torch.zeros(()))
     tensor(5.)
     """
-    op = "norm_and_check"
-    grads = _checked(grads, op, inv_scale=inv_scale, found_inf=found_inf)
-    return _call(op, impl, inv_scale.device, grads, inv_scale, found_inf, float(norm_type))
+    grads = _checked(grads, "norm_and_check", inv_scale=inv_scale, found_inf=found_inf)
+    return _call("norm_and_check", impl, inv_scale.device, grads, inv_scale, found_inf, float(norm_type))
 
 
 def norm_and_clip_factor(
@@ -140,7 +131,7 @@ def norm_and_clip_factor(
         PyTorch computes it.
 
     Raises:
-        TypeError, ValueError: as `norm_and_check`.
+        TypeError, ValueError: as `unscale_`.
 
     >>> import torch
     >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
@@ -167,8 +158,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
         impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        TypeError: tensors of other dtypes or layouts, and DTensors.
-        ValueError: several devices, tensors whose elements overlap, or a scalar that is not one float32 element.
+        TypeError, ValueError: as `unscale_`.
 
     >>> import torch
     >>> grads = [torch.tensor([2.0])]
@@ -193,7 +183,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
         impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        TypeError: tensors of other dtypes or layouts, and DTensors.
+        TypeError: as `unscale_`.
         ValueError: lengths, shapes or devices that differ, lazily negated or conjugated destinations.
 
     >>> import torch
@@ -202,10 +192,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
     >>> half
     tensor([1.0000, 2.5000], dtype=torch.float16)
     """
-    check_resolved("cast_", "destinations", destinations)
-    sources, destinations = strided_floats(resolved(sources), "cast_"), strided_floats(destinations, "cast_")
-    check_parallel("cast_", sources=sources, destinations=destinations)
-    check_one_device([*sources, *destinations], "cast_")
+    sources, destinations = _checked_pair("cast_", sources, destinations)
     if sources:
         _call("cast_", impl, sources[0].device, sources, destinations)
 
@@ -229,16 +216,12 @@ def unscale_into_(
         sources: tensors as `unscale_` takes them; only read. May be empty.
         destinations: as many tensors, of the same shapes, on the same device, of any such dtypes; overwritten. They
             share no memory with the sources.
-        inv_scale: the factor: one float32 element on the tensors' device.
-        found_inf: the flag: one float32 element on the tensors' device. Set to 1.0 if a product is not finite,
-            otherwise unchanged; sums are not checked.
+        inv_scale, found_inf: as in `unscale_`; the products are checked, sums are not.
         accumulate: add the products to the destinations.
         impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        TypeError: tensors of other dtypes or layouts, and DTensors.
-        ValueError: lengths, shapes or devices that differ, lazily negated or conjugated destinations, or a scalar
-            that is not one float32 element.
+        TypeError, ValueError: as `cast_`; also a scalar that is not one float32 element.
 
     >>> import torch
     >>> gradient, found_inf = torch.zeros(2), torch.zeros(())
@@ -247,10 +230,7 @@ def unscale_into_(
     (tensor([1., 2.]), tensor(0.))
     """
     op = "unscale_into_"
-    check_resolved(op, "destinations", destinations)
-    sources, destinations = strided_floats(resolved(sources), op), strided_floats(destinations, op)
-    check_parallel(op, sources=sources, destinations=destinations)
-    check_one_device([*sources, *destinations], op)
+    sources, destinations = _checked_pair(op, sources, destinations)
     check_scalar("inv_scale", inv_scale, sources, op)
     check_scalar("found_inf", found_inf, sources, op)
     _call(op, impl, inv_scale.device, sources, destinations, inv_scale, found_inf, accumulate=accumulate)
@@ -281,41 +261,36 @@ def adamw_(
 ) -> None:
     """Take one AdamW step over lists of tensors, from gradients that may still be scaled.
 
-    AdamW is Loshchilov and Hutter's (https://arxiv.org/abs/1711.05101), its operations in the order of
-    `torch.optim.AdamW(foreach=False)`. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored
-    value. inf and NaN in gradients are used unless `found_inf` is set. Never synchronizes. Moves 28
-    bytes per float32 element.
+    The operations and their order equal `torch.optim.AdamW(foreach=False)` (https://arxiv.org/abs/1711.05101).
+    Arithmetic is float32 (float64 for float64 parameters), rounded once per stored value. inf and NaN in gradients are
+    used unless `found_inf` is set. Never synchronizes. Moves 28 bytes per float32 element.
 
     Args:
         params: parameters as `unscale_` takes tensors, on one device; updated in place. May be empty.
         grads: one gradient per parameter, of its shape and any such dtype; only read.
         exp_avgs, exp_avg_sqs: one first and one second moment per parameter, of its shape and of one dtype, which may
             differ from the parameter's; updated in place.
-        max_exp_avg_sqs: one running maximum of the second moment per parameter, of its dtype; updated in place with
-            `amsgrad`. Otherwise not used, and may be empty.
-        steps: one float32 element per parameter, how many steps it has taken; counted up in place. For Triton on the
-            parameters' device.
+        max_exp_avg_sqs: one maximum of the second moment per parameter, of its dtype; updated in place with `amsgrad`,
+            otherwise not used.
+        steps: one float32 element per parameter, counted up in place. For Triton on the parameters' device.
         lr: the learning rate: a number, or one element on the parameters' device.
         beta1, beta2: decay rates of the moments.
         eps: is added to the denominator.
         weight_decay: decoupled weight decay; each parameter shrinks by `lr * weight_decay` of itself.
         amsgrad: divide by the running maximum of the second moment.
         maximize: step up the gradient.
-        multiplier: each gradient is multiplied by this float32 element as it is read, such as `inv_scale
-            * clip_coefficient`. None: 1.
-        grad_scale: each gradient is divided by this float32 element as it is read. None: 1.
+        multiplier, grad_scale: one float32 element each, by which gradients are multiplied, and divided, as they are
+            read. None: 1.
         found_inf: one float32 element; other than 0, nothing at all is written. None: always step.
-        remainders: one float16 tensor per bfloat16 parameter; both together are one float32 number, which is stepped:
-            see `ampkit_kernels.rounding`. Updated in place.
-        streams: one int64 element per parameter, from which its bfloat16 values and moments are rounded at random: see
-            `ampkit_kernels.rounding`. Advanced in place. None: round to nearest.
-        cache: keeps the launches for the next step over alike lists: one for each parameter group. Not used by
-            PyTorch's operators.
+        remainders: one float16 tensor per bfloat16 parameter, updated in place; both together are one float32 number,
+            which is stepped: see `ampkit_kernels.rounding`.
+        streams: one int64 element per parameter, advanced in place, from which its bfloat16 values and moments are
+            rounded at random: see `ampkit_kernels.rounding`. None: round to nearest.
+        cache: keeps the launches of Triton for the next step over alike lists: one for each parameter group.
         impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        TypeError: tensors of other dtypes or layouts, DTensors, moments of several dtypes, remainders for parameters
-            that are not bfloat16.
+        TypeError: as `unscale_`; moments of several dtypes, remainders for parameters that are not bfloat16.
         ValueError: lengths, shapes or devices that differ, lazily negated or conjugated tensors other than gradients, a
             scalar that is not one float32 element, or streams that are not int64.
 
@@ -328,7 +303,8 @@ def adamw_(
     op = "adamw_"
     by_name = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     by_name |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "remainders": remainders}
-    lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
+    scalars = {"multiplier": multiplier, "grad_scale": grad_scale, "found_inf": found_inf}
+    lists = _step_lists(op, by_name, streams, scalars)
     if len(steps) != len(params):
         raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
     for step in steps:
@@ -338,22 +314,8 @@ def adamw_(
     device = params[0].device
     if select(impl, device) is not reference:
         check_one_device([lists["params"][0], *steps], op)
-    _call(
-        op,
-        impl,
-        device,
-        {**lists, "steps": steps},
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        multiplier=multiplier,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        cache=cache,
-    )
+    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+    _call(op, impl, device, {**lists, "steps": steps}, cache=cache, **options, **scalars)
 
 
 def sgd_(
@@ -382,20 +344,16 @@ def sgd_(
     Args:
         params, grads: as in `adamw_`.
         momentum_buffers: one buffer per parameter, of its shape and any float dtype, zeros before the first step;
-            updated in place. Not used if `momentum` is 0, and may then be empty.
+            updated in place, or not used if `momentum` is 0.
         lr: the learning rate: a number, or one element on the parameters' device.
         momentum: decay rate of the momentum buffers; 0 for none.
         weight_decay: L2 penalty; this times the parameter is added to the gradient.
         nesterov: step by the gradient plus `momentum` times the new buffer.
-        maximize: step up the gradient.
-        multiplier, grad_scale, found_inf: one float32 element each, or None, as in `adamw_`.
-        remainders, streams: one tensor per parameter each, or None, as in `adamw_`.
-        cache: as in `adamw_`.
+        maximize, multiplier, grad_scale, found_inf, remainders, streams, cache: as in `adamw_`.
         impl: which implementation computes; see `ampkit_kernels`.
 
     Raises:
-        TypeError: as `adamw_`.
-        ValueError: as `adamw_`, and `nesterov` without momentum.
+        TypeError, ValueError: as `adamw_`; also `nesterov` without momentum.
 
     >>> import torch
     >>> p, g = torch.ones(1), torch.full((1,), 4.0)
@@ -405,27 +363,14 @@ def sgd_(
     """
     op = "sgd_"
     by_name = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers if momentum != 0 else None}
-    by_name |= {"remainders": remainders}
-    lists = _step_lists(op, by_name, streams, multiplier, grad_scale, found_inf)
+    scalars = {"multiplier": multiplier, "grad_scale": grad_scale, "found_inf": found_inf}
+    lists = _step_lists(op, {**by_name, "remainders": remainders}, streams, scalars)
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     if not params:
         return
-    _call(
-        op,
-        impl,
-        params[0].device,
-        lists,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        multiplier=multiplier,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        cache=cache,
-    )
+    options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
+    _call(op, impl, params[0].device, lists, cache=cache, **options, **scalars)
 
 
 def quantize(
@@ -487,13 +432,17 @@ def _call(op: str, impl: str, device: torch.device, *args: Any, **options: Any) 
         return function(*args, **options)
 
 
+def _checked_pair(op: str, sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return both lists as strided real floats, after checks of their shapes and devices."""
+    check_resolved(op, "destinations", destinations)
+    lists = [strided_floats(resolved(sources), op), strided_floats(destinations, op)]
+    check_parallel(op, sources=lists[0], destinations=lists[1])
+    check_one_device([*lists[0], *lists[1]], op)
+    return lists
+
+
 def _step_lists(
-    op: str,
-    by_name: Mapping[str, Sequence[Tensor] | None],
-    streams: Sequence[Tensor] | None,
-    multiplier: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    op: str, by_name: dict[str, Any], streams: Sequence[Tensor] | None, scalars: dict[str, Tensor | None]
 ) -> dict[str, Sequence[Tensor]]:
     """Return the lists that are not None as strided real floats, streams last, after checking lists and scalars."""
     plain: dict[str, Sequence[Tensor]] = {}
@@ -508,18 +457,16 @@ def _step_lists(
     if moments := {name: tensors for name, tensors in plain.items() if "exp_avg" in name}:
         check_same_dtypes(op, **moments)
     check_one_device([t for tensors in (*plain.values(), streams or ()) for t in tensors], op)
-    for name, scalar in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):
+    for name, scalar in scalars.items():
         if scalar is not None:
             check_scalar(name, scalar, plain["params"], op)
     for i, (p, remainder) in enumerate(zip(plain["params"], plain.get("remainders", ()), strict=False)):
         if (p.dtype, remainder.dtype) != (torch.bfloat16, REMAINDER):
-            raise TypeError(
-                f"{op}: params[{i}] is {p.dtype}, remainders[{i}] {remainder.dtype}; expected bfloat16 and float16"
-            )
+            found = f"params[{i}] is {p.dtype}, remainders[{i}] {remainder.dtype}"
+            raise TypeError(f"{op}: {found}; expected bfloat16 and float16")
     if streams is not None:
         if len(streams) != len(plain["params"]) or any(s.dtype != torch.int64 or s.numel() != 1 for s in streams):
-            raise ValueError(
-                f"{op}: expected streams of one int64 element, one for each of {len(plain['params'])} params"
-            )
+            expected = f"streams of one int64 element, one for each of {len(plain['params'])} params"
+            raise ValueError(f"{op}: expected {expected}")
         plain["streams"] = streams
     return plain

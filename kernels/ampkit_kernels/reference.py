@@ -9,6 +9,7 @@ validate nothing and run without autograd: they take lists that `tensor_lists.st
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -247,28 +248,20 @@ def adamw_(
     beta2: float,
     eps: float,
     weight_decay: float,
-    maximize: bool = False,
-    multiplier: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    cache: object = None,
+    **scalars: Any,
 ) -> None:
-    """One AdamW step, rounded once per stored value; see `ampkit_kernels.adamw_`, and `rounding`.
+    """Take one AdamW step, rounded once per stored value; see `ampkit_kernels.adamw_`, and `rounding`.
 
     The operations and their order equal `torch.optim.AdamW(foreach=False)`, so that float32 and float64 results
-    are equal to torch's bit for bit on the CPU. `cache` is not used.
+    are equal to torch's bit for bit on the CPU. `scalars`: as for `_pieces`.
     """
-    if _skips_on_host(found_inf):
-        return
-    skip = _device_flag(found_inf)
-    for row, numbers, is_last in _pieces(lists):
+    for row, numbers, is_last, skip in _pieces(lists, **scalars):
         p, m, v, step = row["params"], row["exp_avgs"], row["exp_avg_sqs"], row["steps"]
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
         count, rate = _count_and_rate(step, lr)
         step_size = _scalar(rate / (1 - beta1**count), p, acc)
         correction = _scalar((1 - beta2**count) ** 0.5, p, acc)
-        g = _incoming(row["grads"], acc, maximize, multiplier, grad_scale)
-        new_p = _weight(row, acc)
+        g, new_p = _incoming(row["grads"], acc, **scalars), _weight(row, acc)
         if weight_decay != 0:
             new_p = new_p * _scalar(1 - rate * weight_decay, p, acc)
         new_m = torch.lerp(m.to(acc), g, 1 - beta1)
@@ -289,23 +282,16 @@ def sgd_(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    maximize: bool = False,
-    multiplier: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    cache: object = None,
+    **scalars: Any,
 ) -> None:
-    """One SGD step, rounded once per stored value; see `ampkit_kernels.sgd_`, and `rounding`.
+    """Take one SGD step, rounded once per stored value; see `ampkit_kernels.sgd_`, and `rounding`.
 
-    The operations and their order equal `torch.optim.SGD(foreach=False)`. `cache` is not used.
+    The operations and their order equal `torch.optim.SGD(foreach=False)`. `scalars`: as for `_pieces`.
     """
-    if _skips_on_host(found_inf):
-        return
-    skip = _device_flag(found_inf)
-    for row, numbers, is_last in _pieces(lists):
+    for row, numbers, is_last, skip in _pieces(lists, **scalars):
         p = row["params"]
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
-        g, old_p = _incoming(row["grads"], acc, maximize, multiplier, grad_scale), _weight(row, acc)
+        g, old_p = _incoming(row["grads"], acc, **scalars), _weight(row, acc)
         if weight_decay != 0:
             g = torch.add(g, old_p, alpha=weight_decay)
         state = []
@@ -321,18 +307,27 @@ def sgd_(
         _store([(p, new_p), *state], [], skip, row, numbers, is_last)
 
 
-def _pieces(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[dict[str, Tensor], Tensor | None, bool]]:
+def _pieces(
+    lists: Mapping[str, Sequence[Tensor]], *, found_inf: Tensor | None = None, **_: Any
+) -> Iterator[tuple[dict[str, Tensor], Tensor | None, bool, Tensor | None]]:
     """Yield the tensors of each parameter by the name of their list; large parameters in pieces.
 
-    Each piece comes with the numbers of its elements, for random bits (None for a whole parameter), and with
-    whether it is the parameter's last. Pieces are ranges of memory, or if the tensors' strides differ, ranges of the
-    longest dimension.
+    Each piece comes with the numbers of its elements, for random bits (None for a whole parameter), with whether it is
+    the parameter's last, and with the flag on a device by which it is skipped (None: no such flag). Pieces are ranges
+    of memory, or if the tensors' strides differ, ranges of the longest dimension. Nothing is yielded for a flag on the
+    host that is set.
     """
+    skip = None
+    if found_inf is not None:
+        if not is_on_host(found_inf):
+            skip = found_inf.reshape(()) != 0
+        elif host_value(found_inf) != 0.0:
+            return
     for tensors in zip(*lists.values(), strict=True):
         row = dict(zip(lists, tensors, strict=True))
         p = row["params"]
         if p.numel() <= PIECE:
-            yield row, None, True
+            yield row, None, True, skip
             continue
         single_elements = {name: row.pop(name) for name in ("steps", "streams") if name in row}
         strides = rounding.dense_strides(p)
@@ -348,18 +343,7 @@ def _pieces(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[dict[str, T
             numbers = None
             if "streams" in piece:
                 numbers = rounding.element_numbers(piece["params"], strides, first * strides[dim])
-            yield piece, numbers, first + length == size
-
-
-def _skips_on_host(found_inf: Tensor | None) -> bool:
-    return found_inf is not None and is_on_host(found_inf) and host_value(found_inf) != 0.0
-
-
-def _device_flag(found_inf: Tensor | None) -> Tensor | None:
-    """Whether to skip, as a bool on the device; None without a flag, or with one that the host reads."""
-    if found_inf is None or is_on_host(found_inf):
-        return None
-    return found_inf.reshape(()) != 0
+            yield piece, numbers, first + length == size, skip
 
 
 def _count_and_rate(step: Tensor, lr: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
@@ -378,7 +362,13 @@ def _scalar(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor |
 
 
 def _incoming(
-    grad: Tensor, acc: torch.dtype, maximize: bool, multiplier: Tensor | None, grad_scale: Tensor | None
+    grad: Tensor,
+    acc: torch.dtype,
+    *,
+    maximize: bool = False,
+    multiplier: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     """Return the gradient that the update uses: widened, multiplied, divided, negated."""
     g = grad.to(acc)
@@ -407,8 +397,7 @@ def _store(
         values: old and new parameter, then old and new state; without a remainder, bfloat16 values are rounded by the
             stream, if there is one.
         exact: old and new counts.
-        skip: the result of `_device_flag`.
-        row, numbers, is_last: an item of `_pieces`.
+        skip, row, numbers, is_last: of an item of `_pieces`.
     """
     p, new_p = values[0]
     if "remainders" in row:

@@ -23,12 +23,11 @@ class Launch:
 
     Args:
         run: takes this object and the step's options, and launches.
-        table: the addresses of the rows, on the device.
-        coefficients: memory on the device for the kernel's coefficients of each row.
+        table, coefficients: on the device: the addresses of the rows, and memory for the coefficients of each row.
         constants: the kernels' constants that follow from the lists.
         rows: indices of the rows; None for all.
-        n_elementwise: how many lists the kernel walks element by element. The table's later columns, steps and streams,
-            are lists of one element per row.
+        n_elementwise: how many lists have an element for each element of a row. Later ones, steps and streams, have one
+            element per row.
     """
 
     run: Callable[..., None]
@@ -43,10 +42,10 @@ class StepCache:
     """The launches of a step over parallel lists, for a next step over alike lists.
 
     Pass one to `adamw_` or `sgd_` for each parameter group. The next step calls `fits` and then `launch`, which
-    validates nothing; where `fits` is False, take the step as the first one, which fills the cache again. `fits`
-    compares types, dtypes, sizes and layouts of parameters and gradients, and of other lists unless they hold the
-    same objects at the same addresses. Addresses are sent where they differ. A cache belongs to the device, stream and
-    thread of the step that filled it, and never fits while a CUDA graph is being captured. It keeps no tensor alive.
+    validates nothing; if `fits` is False, take the step as the first one, which fills the cache again. `fits` compares
+    types, dtypes, sizes and layouts of parameters and gradients, and of other lists unless they hold the same objects.
+    A cache belongs to the device, stream and thread of the step that filled it, and never fits while a CUDA graph is
+    being captured. It keeps no tensor alive.
     """
 
     def __init__(self) -> None:

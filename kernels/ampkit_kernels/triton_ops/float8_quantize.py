@@ -13,6 +13,7 @@ Bytes per 16-bit element:
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -197,21 +198,10 @@ def _by_rows(x: Tensor, scaling: Scaling | None, *, finds_columns: bool) -> tupl
         form = Quantized(x.new_empty(x.shape, dtype=scaling.dtype), x.new_empty((rows, 1), dtype=torch.float32))
     block = max(triton.next_power_of_2(columns), 16)
     rows_per_program, aligned = ROWS if finds_columns else 1, columns % 16 == 0
-    row_kernel[(triton.cdiv(rows, rows_per_program),)](
-        x,
-        *form,
-        amaxes,
-        rows,
-        columns // 16 if aligned else columns,
-        **_constants(scaling),
-        CASTS=casts,
-        COLUMN_AMAX=finds_columns,
-        ALIGNED=aligned,
-        ROWS=rows_per_program,
-        BLOCK=block,
-        num_warps=row_warps(block),
-        enable_fp_fusion=False,
-    )
+    constants = {"CASTS": casts, "COLUMN_AMAX": finds_columns, "ROWS": rows_per_program, "BLOCK": block}
+    options = {**_constants(scaling, aligned), **constants, "num_warps": row_warps(block)}
+    units = columns // 16 if aligned else columns
+    row_kernel[(triton.cdiv(rows, rows_per_program),)](x, *form, amaxes, rows, units, **options)
     return form if casts else None, amaxes
 
 
@@ -227,32 +217,18 @@ def _by_tiles(
     deep = triton.cdiv(across, MOST_PROGRAMS)
     grid = triton.cdiv(rows, TILE), triton.cdiv(across, deep), deep
     aligned = rows % 16 == 0 and columns % 16 == 0
-    tile_kernel[grid](
-        x,
-        amax,
-        q,
-        q_t,
-        scale,
-        rows // 16 if aligned else rows,
-        columns // 16 if aligned else columns,
-        **_constants(scaling),
-        BY_COLUMN=scaling.rowwise,
-        CASTS=casts,
-        TRANSPOSES=transposes,
-        ALIGNED=aligned,
-        TILE=TILE,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+    constants = {"BY_COLUMN": scaling.rowwise, "CASTS": casts, "TRANSPOSES": transposes, "TILE": TILE}
+    units = (rows // 16, columns // 16) if aligned else (rows, columns)
+    tile_kernel[grid](x, amax, q, q_t, scale, *units, **_constants(scaling, aligned), **constants, num_warps=8)
     scale = scale[:, None] if scaling.rowwise else scale
     return Quantized(q, scale) if casts else None, Quantized(q_t, scale) if transposes else None
 
 
-def _constants(scaling: Scaling | None) -> dict:
-    """Return a kernel's constants for a scaling; without one, the constants of a kernel that casts nothing."""
-    dtype = torch.float8_e4m3fn if scaling is None else scaling.dtype
-    power_of_2 = scaling is not None and scaling.power_of_2
-    return {"LARGEST": torch.finfo(dtype).max, "POWER_OF_2": power_of_2, "DTYPE": FP8[dtype]}
+def _constants(scaling: Scaling | None, aligned: bool) -> dict[str, Any]:
+    """Return the constants that both kernels have; without a scaling, of a kernel that casts nothing."""
+    _, dtype, power_of_2 = scaling or Scaling(False, torch.float8_e4m3fn, False)
+    constants = {"LARGEST": torch.finfo(dtype).max, "POWER_OF_2": power_of_2, "DTYPE": FP8[dtype]}
+    return {**constants, "ALIGNED": aligned, "enable_fp_fusion": False}
 
 
 def row_warps(block: int) -> int:

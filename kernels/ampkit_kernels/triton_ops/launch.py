@@ -20,6 +20,7 @@ TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float64: tl.float64,
 }
+FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # of small kernels
 _DTYPE = attrgetter("dtype")
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 

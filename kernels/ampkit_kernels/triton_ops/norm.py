@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config, resident_programs
 from ..tensor_lists import by_dtype
-from .launch import flat_rows, jit_kernel, list_constants, on_device, pick
+from .launch import FOUR_WARPS, flat_rows, jit_kernel, list_constants, on_device, pick
 from .pointer_table import chunk_bounds, table_for
 
 # By bytes per element. A program loads two blocks before it adds them up. Grids are as large as the registers that any
@@ -35,8 +35,8 @@ _FINISH_BLOCK = 1024
 
 
 @triton.jit
-def _add_block(x, inv_scale, largest, total, ACC: tl.constexpr, ORDER: tl.constexpr):
-    y = x.to(ACC) * inv_scale
+def _add_block(x, inv_scale, largest, total, ORDER: tl.constexpr):
+    y = x.to(total.dtype) * inv_scale
     if ORDER == 2:
         total += y * y
     elif ORDER == 1:
@@ -72,24 +72,23 @@ def norm_kernel(
         n_full = high // BLOCK
         i = 0
         if low > 0:
-            mask = (lanes >= low) & (lanes < high)
-            x = tl.load(p + lanes, mask=mask, other=0.0)
-            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
+            x = tl.load(p + lanes, mask=(lanes >= low) & (lanes < high), other=0.0)
+            largest, total = _add_block(x, inv_scale, largest, total, ORDER)
             i = 1
         while i + 1 < n_full:
             x = tl.load(p + i * BLOCK + lanes)
             x2 = tl.load(p + (i + 1) * BLOCK + lanes)
-            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
-            largest, total = _add_block(x2, inv_scale, largest, total, ACC, ORDER)
+            largest, total = _add_block(x, inv_scale, largest, total, ORDER)
+            largest, total = _add_block(x2, inv_scale, largest, total, ORDER)
             i += 2
         while i < n_full:
             x = tl.load(p + i * BLOCK + lanes)
-            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
+            largest, total = _add_block(x, inv_scale, largest, total, ORDER)
             i += 1
         if i * BLOCK < high:
             tail = i * BLOCK + lanes
             x = tl.load(p + tail, mask=tail < high, other=0.0)
-            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
+            largest, total = _add_block(x, inv_scale, largest, total, ORDER)
         b += tl.num_programs(0)
     if ORDER == 0:
         # A maximum over lanes drops NaN; a sum of x - x would show NaN, but also inf. So NaNs are counted.
@@ -202,18 +201,7 @@ def _launch(
             enable_fp_fusion=norm_type != float("inf"),  # fused sums need fewer registers, a maximum more
         )
         first += table.n_programs
+    constants = {"ORDER": order, "CLIPS": max_norm is not None, "BLOCK": _FINISH_BLOCK}
     with on_device(device):
-        finish_kernel[(1,)](
-            partials,
-            n_partials,
-            result,
-            inv_scale,
-            factor,
-            0.0 if max_norm is None else max_norm,
-            ORDER=order,
-            CLIPS=max_norm is not None,
-            BLOCK=_FINISH_BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        finish_kernel[(1,)](partials, n_partials, result, inv_scale, factor, max_norm or 0.0, **constants, **FOUR_WARPS)
     return result, factor

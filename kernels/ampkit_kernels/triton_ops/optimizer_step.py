@@ -20,9 +20,9 @@ only read. steps: one float32 element each, on the device. remainders and stream
 `ampkit_kernels.rounding`. If found_inf is set, nothing is written. Does not synchronize.
 
 Arithmetic is float32 (float64 for float64 parameters), in the order of `torch.optim`'s `foreach=False`. Division and
-square root are correctly rounded. A multiply-add is fused where torch's vectorized CPU kernels (AVX2, AVX-512) fuse
-one, so that state and SGD's weights have their bits in float32. torch's square root on a CPU is not correctly rounded,
-and its CUDA kernels fuse other operations: one step differs from theirs by at most an ulp of the operands.
+square root are correctly rounded. A multiply-add is fused where torch's vectorized CPU kernels fuse one, so that state
+and SGD's weights have their bits in float32. torch's square root on a CPU is not correctly rounded, and its CUDA
+kernels fuse other operations: one step differs from theirs by at most an ulp of the operands.
 
 Launches per combination of dtypes: `step_kernel`, and before it `prepare_kernel` for AdamW or streams. That one counts
 steps up, advances streams, and turns AdamW's hyperparameters into one row of coefficients per tensor, in float64
@@ -49,7 +49,7 @@ from .. import reference
 from ..configs import Config, resident_programs
 from ..step_cache import Launch, StepCache
 from .device_rounding import advance_streams, joined, number_and_key, random_word, rounded_for, split
-from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, jit_kernel, on_device, pick
+from .launch import FOUR_WARPS, TRITON_DTYPES, accumulator, flat_rows, groups, jit_kernel, on_device, pick
 from .pointer_table import chunk_extent, list_pointer, load_block, step_table, store_block, table_for
 
 # By the rule (AdamW or SGD) and the bytes of the arithmetic.
@@ -241,9 +241,9 @@ def _step_block(pointers, o, mask, c, key, FORM: tl.constexpr, MASKED: tl.conste
         store_block(rp, o, remainder, mask, MASKED)
     if FORM.stochastic:
         word = random_word(key, o)
-        p, a = rounded_for(pp, p, word, 1), rounded_for(ap, a, word, 0xADB4A92D)
         if FORM.n_state > 1:
             b, x = rounded_for(bp, b, word, 0x291471E9), rounded_for(xp, x, word, 0x449ED6F5)
+        p, a = rounded_for(pp, p, word, 1), rounded_for(ap, a, word, 0xADB4A92D)
     store_block(pp, o, p, mask, MASKED)
     if FORM.n_state > 0:
         store_block(ap, o, a, mask, MASKED)
@@ -258,15 +258,10 @@ def _pointers(addresses, n, tensor, base, FORM: tl.constexpr):
     """Pointers to element `base` of a tensor in each elementwise list; the parameter's for lists that do not exist."""
     p = list_pointer(addresses, n, tensor, base, 0, FORM.param, FORM.aligned)
     g = list_pointer(addresses, n, tensor, base, 1, FORM.grad, FORM.aligned)
-    a, b, x, r = p, p, p, p
-    if FORM.n_state > 0:
-        a = list_pointer(addresses, n, tensor, base, 2, FORM.state, FORM.aligned)
-    if FORM.n_state > 1:
-        b = list_pointer(addresses, n, tensor, base, 3, FORM.state, FORM.aligned)
-    if FORM.n_state > 2:
-        x = list_pointer(addresses, n, tensor, base, 4, FORM.state, FORM.aligned)
-    if FORM.remainder:
-        r = list_pointer(addresses, n, tensor, base, 2 + FORM.n_state, tl.int16, FORM.aligned)
+    a = list_pointer(addresses, n, tensor, base, 2 if FORM.n_state > 0 else 0, FORM.state, FORM.aligned)
+    b = list_pointer(addresses, n, tensor, base, 3 if FORM.n_state > 1 else 0, FORM.state, FORM.aligned)
+    x = list_pointer(addresses, n, tensor, base, 4 if FORM.n_state > 2 else 0, FORM.state, FORM.aligned)
+    r = list_pointer(addresses, n, tensor, base, 2 + FORM.n_state if FORM.remainder else 0, tl.int16, FORM.aligned)
     return p, g, a, b, x, r
 
 
@@ -307,17 +302,9 @@ def step_kernel(
             t, base, length = chunk_extent(numels, chunk, blocks_per_chunk, BLOCK)
             pointers = _pointers(addresses, n_tensors, t, base, FORM)
             if FORM.adamw:
-                row = coefficients_ptr + t * 8
-                c = (
-                    tl.load(row),
-                    tl.load(row + 1),
-                    tl.load(row + 2),
-                    tl.load(row + 3),
-                    tl.load(row + 4),
-                    tl.load(row + 5),
-                    tl.load(row + 6),
-                    tl.load(row + 7),
-                )
+                c = ()
+                for number in tl.static_range(8):
+                    c += (tl.load(coefficients_ptr + t * 8 + number),)
             key = ()
             if FORM.stochastic:
                 key = number_and_key(addresses, n_tensors, t, base, 2 + FORM.n_state + FORM.remainder + FORM.adamw)
@@ -337,21 +324,17 @@ def step_kernel(
 
 
 def adamw_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
-    """Launch both kernels once per combination of dtypes; see the module's docstring. `options`: for `_launch`."""
-    _step(True, reference.adamw_, lists, cache, options)
+    """Launch both kernels once per combination of dtypes; see the module's docstring, and `_step`."""
+    _step(True, reference.adamw_, lists, cache, **options)
 
 
 def sgd_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
-    """Launch `step_kernel` once per combination of dtypes; see the module's docstring. `options`: for `_launch`."""
-    _step(False, reference.sgd_, lists, cache, options)
+    """Launch `step_kernel` once per combination of dtypes; see the module's docstring, and `_step`."""
+    _step(False, reference.sgd_, lists, cache, **options)
 
 
 def _step(
-    adamw: bool,
-    fallback: Callable[..., None],
-    lists: Mapping[str, Sequence[Tensor]],
-    cache: StepCache | None,
-    options: Mapping[str, Any],
+    adamw: bool, fallback: Callable[..., None], lists: Mapping[str, Any], cache: StepCache | None, **options: Any
 ) -> None:
     """Take one optimizer step over parallel lists.
 
@@ -361,7 +344,7 @@ def _step(
         lists: by name: parameters, gradients, state, then remainders; and `steps` and `streams`, of one element per
             parameter, which come last in the table and in the cache.
         cache: has tables of its own, and is filled if kernels can address all rows. None: the thread's tables.
-        options: the arguments of `adamw_` or `sgd_` from `lr` on.
+        options: for `_launch`: the arguments of `adamw_` or `sgd_` from `lr` on.
     """
     per_parameter = [name for name in ("steps", "streams") if name in lists]
     elementwise = [name for name in lists if name not in per_parameter]
@@ -426,30 +409,17 @@ def _launch(
     # In place of a scalar that is not on the device, a pointer that is not read.
     scalars = [unused if t is None else t for t in (lr if lr_is_tensor else None, multiplier, grad_scale, found_inf)]
     if form.adamw or form.stochastic:
+        numbers = rate, weight_decay, beta1, beta2, eps
         with on_device(table.device):
-            prepare_kernel[((table.n_tensors + _BLOCK - 1) // _BLOCK,)](
+            prepare_kernel[(triton.cdiv(table.n_tensors, _BLOCK),)](
                 table.addresses,
                 table.n_tensors,
                 rows.coefficients,
-                rate,
-                weight_decay,
-                beta1,
-                beta2,
-                eps,
+                *numbers,
                 *scalars,
                 FORM=form,
                 BLOCK=_BLOCK,
-                num_warps=4,
-                enable_fp_fusion=False,
+                **FOUR_WARPS,
             )
-    table.launch(
-        step_kernel,
-        table.n_tensors,
-        rows.coefficients,
-        rate,
-        weight_decay,
-        momentum,
-        *scalars,
-        FORM=form,
-        enable_fp_fusion=False,
-    )
+    numbers = rate, weight_decay, momentum
+    table.launch(step_kernel, table.n_tensors, rows.coefficients, *numbers, *scalars, FORM=form)

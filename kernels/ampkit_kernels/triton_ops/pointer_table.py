@@ -1,14 +1,12 @@
 """The table on the device that lets one launch walk a list of tensors, or several parallel lists.
 
 A launch reads on the device where each tensor starts (`addresses`: one column per list, one after another), how long
-it is (`numels`), and how the work is divided (`blocks`: the block map, one entry per chunk, tensor index in the low 32
-bits, chunk index in the high 32). The block map depends only on lengths and is made once per list of lengths.
-Addresses are compared, value by value, with the addresses that were sent last, and columns that differ are sent again:
-gradients move between iterations, parameters and moments do not. The identity of tensor objects is not used.
+it is (`numels`), and how the work is divided (`blocks`: the block map, which depends only on lengths). Addresses are
+compared, value by value, with the addresses that were sent last, and columns that differ are sent again: gradients move
+between iterations, parameters and moments do not.
 
 A table belongs to one device, stream and thread, so that a copy of one thread cannot overtake a launch of another.
-Copies go through pinned host memory and do not block; PyTorch's allocator does not reuse that memory before the copy
-has run.
+Copies go through pinned host memory and do not block; PyTorch's allocator reuses that memory only after the copy.
 
 While a CUDA graph is being captured every launch gets a table of its own, sent in one copy, which becomes a node of the
 graph: every replay reads the pinned memory again. So that memory is never written again and never freed, because a
@@ -49,8 +47,7 @@ CAPTURED_TABLES = 4  # of the size of the last table made, for which pinned memo
 def chunk_length(total: int, config: Config, n_programs: int) -> int:
     """Elements per chunk: the longest that the config allows while every program gets about twelve chunks.
 
-    One program may start its last chunk when another has finished, which costs at most a twelfth of the time. The
-    length is `config.block` times a power of two, so that few lengths occur.
+    One program may start its last chunk when another has finished, which costs at most a twelfth of the time.
     """
     chunk = config.chunk
     while chunk > config.block and total < CHUNKS_PER_PROGRAM * chunk * n_programs and chunk % (2 * config.block) == 0:
@@ -79,12 +76,9 @@ class Table:
     Args:
         addresses: int64 [n_lists * n_tensors], list by list.
         sent: the columns that were sent to `addresses` last.
-        numels: int64 [n_tensors].
-        blocks: int64 [n_blocks], the block map.
-        n_tensors, n_blocks: the lengths of `numels` and `blocks`.
+        numels, blocks: int64 [n_tensors] and [n_blocks], the block map.
         chunk: elements per chunk.
-        config: launch parameters of the kernel.
-        n_programs: size of the grid.
+        config, n_programs: launch parameters of the kernel, and the size of its grid.
         owner: for a table of one list: the table of a step whose second column it reads, so that gradients, which the
             step reads after their norm, are sent once.
     """
@@ -144,14 +138,9 @@ class Table:
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: bool = True) -> Table:
     """Return the table for these parallel lists, all on one device, whose tensors all have elements.
 
-    The thread's table for equal lengths, dtypes, config, alignment, device and stream is reused, and then holds the
-    addresses of these lists: launch the kernels that need its earlier addresses first. Addresses are sent only if they
-    changed. Never waits for the device. While a graph is being captured the table is new.
-
-    Args:
-        lists: parallel lists.
-        config: launch parameters of the kernel.
-        aligned: as from `groups`, so that aligned rows and others of equal lengths have tables of their own.
+    The thread's table for equal lengths, dtypes, config, alignment (from `groups`), device and stream is reused, and
+    then holds the addresses of these lists: launch the kernels that need its earlier addresses first. Never waits for
+    the device. While a graph is being captured the table is new.
     """
     device = lists[0][0].device
     with on_device(device):
@@ -172,8 +161,6 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
 
 
 class _PerThread(threading.local):
-    """The tables that a thread keeps."""
-
     def __init__(self) -> None:
         self.tables: dict[tuple, Table] = {}
 
@@ -185,8 +172,8 @@ def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     """Return a table of a step cache's own: parameters, gradients, and more.
 
     One of the thread's shared tables would be sent again for each parameter group of equal shapes. The thread's tables
-    of one list with the gradients' dtype and sizes, whose kernels read the same gradients before the step, read this
-    table's second column from now on, until another step's table takes its place: moved gradients are sent once.
+    of one list with the gradients' dtype and sizes read this table's second column from now on, until another step's
+    table takes its place: gradients that moved are sent once.
     """
     device = lists[0][0].device
     with on_device(device):

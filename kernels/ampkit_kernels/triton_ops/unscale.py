@@ -35,11 +35,11 @@ _ONE_WARP: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _unscale_block(p, o, mask, factor, bad, DTYPE: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr):
-    y = (load_block(p, o, mask, ACC, MASKED) * factor).to(DTYPE)
+def _unscale_block(p, o, mask, factor, bad, MASKED: tl.constexpr):
+    y = (load_block(p, o, mask, bad.dtype, MASKED) * factor).to(p.dtype.element_ty)
     store_block(p, o, y, mask, MASKED)
     # Adds 0 for a finite value, NaN for any other; NaN remains.
-    return bad + y.to(ACC) * 0.0
+    return bad + y.to(bad.dtype) * 0.0
 
 
 @jit_kernel
@@ -74,14 +74,14 @@ def unscale_kernel(
             n_full = high // BLOCK
             i = 0
             if low > 0:  # the tensor starts inside this block
-                bad = _unscale_block(p, lanes, (lanes >= low) & (lanes < high), wide, bad, DTYPE, ACC, True)
+                bad = _unscale_block(p, lanes, (lanes >= low) & (lanes < high), wide, bad, True)
                 i = 1
             while i < n_full:
-                bad = _unscale_block(p, i * BLOCK + lanes, None, wide, bad, DTYPE, ACC, False)
+                bad = _unscale_block(p, i * BLOCK + lanes, None, wide, bad, False)
                 i += 1
             if i * BLOCK < high:  # the tensor ends inside this block
                 tail = i * BLOCK + lanes
-                bad = _unscale_block(p, tail, tail < high, wide, bad, DTYPE, ACC, True)
+                bad = _unscale_block(p, tail, tail < high, wide, bad, True)
             b += tl.num_programs(0)
         if CHECKS:
             total = tl.sum(bad, axis=0)

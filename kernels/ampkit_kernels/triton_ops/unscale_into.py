@@ -30,28 +30,16 @@ CONFIG_ADDING = Config(block=4096, programs_per_multiprocessor=resident_programs
 
 @triton.jit
 def _unscale_into_block(
-    source,
-    destination,
-    o,
-    mask,
-    inv_scale,
-    bad,
-    DESTINATION: tl.constexpr,
-    ACC: tl.constexpr,
-    SCALES: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    MASKED: tl.constexpr,
+    source, to, o, mask, inv_scale, bad, SCALES: tl.constexpr, ACCUMULATE: tl.constexpr, MASKED: tl.constexpr
 ):
-    x = load_block(source, o, mask, ACC, MASKED)
+    x = load_block(source, o, mask, bad.dtype, MASKED)
     if SCALES:
-        x = (x * inv_scale).to(DESTINATION).to(ACC)
-    if ACCUMULATE:
-        store_block(destination, o, load_block(destination, o, mask, ACC, MASKED) + x, mask, MASKED)
-    else:
-        store_block(destination, o, x, mask, MASKED)
-    if SCALES:
+        x = (x * inv_scale).to(to.dtype.element_ty).to(bad.dtype)
         # Adds 0 for a finite value, NaN for any other; NaN remains.
         bad += x * 0.0
+    if ACCUMULATE:
+        x += load_block(to, o, mask, bad.dtype, MASKED)
+    store_block(to, o, x, mask, MASKED)
     return bad
 
 
@@ -83,29 +71,15 @@ def unscale_into_kernel(
     while b < n_blocks:
         tensor, base, length = chunk_extent(numels, tl.load(blocks + b), blocks_per_chunk, BLOCK)
         source = list_pointer(addresses, n_tensors, tensor, base, 0, SOURCE, ALIGNED)
-        destination = list_pointer(addresses, n_tensors, tensor, base, 1, DESTINATION, ALIGNED)
+        to = list_pointer(addresses, n_tensors, tensor, base, 1, DESTINATION, ALIGNED)
         n_full = length // BLOCK
         i = 0
         while i < n_full:
-            bad = _unscale_into_block(
-                source,
-                destination,
-                i * BLOCK + lanes,
-                None,
-                inv_scale,
-                bad,
-                DESTINATION,
-                ACC,
-                SCALES,
-                ACCUMULATE,
-                False,
-            )
+            bad = _unscale_into_block(source, to, i * BLOCK + lanes, None, inv_scale, bad, SCALES, ACCUMULATE, False)
             i += 1
         if n_full * BLOCK < length:
             o = n_full * BLOCK + lanes
-            bad = _unscale_into_block(
-                source, destination, o, o < length, inv_scale, bad, DESTINATION, ACC, SCALES, ACCUMULATE, True
-            )
+            bad = _unscale_into_block(source, to, o, o < length, inv_scale, bad, SCALES, ACCUMULATE, True)
         b += tl.num_programs(0)
     if SCALES:
         total = tl.sum(bad, axis=0)
@@ -127,22 +101,7 @@ def unscale_into_(
         reference.unscale_into_(
             pick(sources, other), pick(destinations, other), inv_scale, found_inf, accumulate=accumulate
         )
-    for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
-        table = table_for(parts, CONFIG_ADDING if accumulate else CONFIG, aligned=aligned)
-        dtype = torch.promote_types(parts[0][0].dtype, parts[1][0].dtype)
-        table.launch(
-            unscale_into_kernel,
-            table.n_tensors,
-            inv_scale,
-            found_inf,
-            **_dtypes(parts),
-            ACC=accumulator(dtype),
-            SCALES=True,
-            ACCUMULATE=accumulate,
-            ALIGNED=aligned,
-            enable_fp_fusion=False,  # product and sum are rounded separately, as on the CPU
-        )
-        torch.autograd.graph.increment_version(parts[1])
+    _launch(pick(sources, flat), pick(destinations, flat), (inv_scale, found_inf), accumulate)
 
 
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
@@ -150,22 +109,27 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     flat, other, _ = flat_rows(sources, destinations)
     if other:
         reference.cast_(pick(sources, other), pick(destinations, other))
-    for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
-        table = table_for(parts, CONFIG, aligned=aligned)
-        dtypes = _dtypes(parts)
-        table.launch(
+    _launch(pick(sources, flat), pick(destinations, flat), None, False)
+
+
+def _launch(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    scalars: tuple[Tensor, Tensor] | None,  # inverse scale and flag; None for a cast
+    accumulate: bool,
+) -> None:
+    for parts, _, aligned in groups(sources, destinations):
+        table = table_for(parts, CONFIG_ADDING if accumulate else CONFIG, aligned=aligned)
+        source, destination = (part[0].dtype for part in parts)
+        table.launch(  # product and sum are rounded separately, as on the CPU
             unscale_into_kernel,
             table.n_tensors,
-            table.numels,
-            table.numels,
-            **dtypes,
-            ACC=dtypes["SOURCE"],
-            SCALES=False,
-            ACCUMULATE=False,
+            *(scalars or (table.numels, table.numels)),
+            SOURCE=TRITON_DTYPES[source],
+            DESTINATION=TRITON_DTYPES[destination],
+            ACC=TRITON_DTYPES[source] if scalars is None else accumulator(torch.promote_types(source, destination)),
+            SCALES=scalars is not None,
+            ACCUMULATE=accumulate,
             ALIGNED=aligned,
         )
         torch.autograd.graph.increment_version(parts[1])
-
-
-def _dtypes(parts: Sequence[Sequence[Tensor]]) -> dict[str, tl.dtype]:
-    return {"SOURCE": TRITON_DTYPES[parts[0][0].dtype], "DESTINATION": TRITON_DTYPES[parts[1][0].dtype]}
