@@ -20,8 +20,10 @@ if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # One thread: results do not depend on the machine's core count, small operators run faster, and two workers
-# do not fight for two cores. `make test` runs one pytest worker per core instead.
+# do not fight for two cores. `make test` runs one pytest worker per core instead. Processes that tests start get the
+# variable.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Derandomized: the same examples on every machine, so that a red run can be repeated by its name alone.
 # No deadline: the first example of a kernel test pays for its compilation.

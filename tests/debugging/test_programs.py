@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ampkit import GradGuard, GradScaler
 from ampkit.debugging import Examination
 from ampkit.optim import AdamW
-from tests.debugging.models import Middle, cnn, mlp
+from tests.debugging.models import MODELS, Middle, cnn, loss_of, make, mlp
 from tests.debugging.planted import B16, F16, F32, Step, by_name, region
 from tests.helpers.ranks import on_ranks
 
@@ -604,6 +604,13 @@ def compiled() -> tuple[nn.Module, Step]:
     return trained(model, lambda: fast(torch.randn(4, 8)).float().square().mean())
 
 
+def of_model(name: str, dtype: torch.dtype) -> tuple[nn.Module, Step]:
+    model, batch = make(name)
+    return trained(model, lambda: loss_of(model(batch)).float().square().mean(), dtype)
+
+
+for dtype in (F16, F32):
+    PROGRAMS |= {f"model {name} {dtype}": functools.partial(of_model, name, dtype) for name in MODELS}
 for dtype in (F16, B16):
     PROGRAMS |= {f"{name} {dtype}": functools.partial(network, loss, dtype) for name, loss in LOSSES.items()}
     PROGRAMS |= {f"{name} {dtype}": functools.partial(layer, function, dtype) for name, function in LAYERS.items()}

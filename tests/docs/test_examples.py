@@ -104,7 +104,7 @@ def test_exports(tmp_path: Path) -> None:
     """ONNX where its packages are installed; AOTInductor compiles C++, here as fast as it can."""
     from torch._inductor import config
 
-    with config.patch({"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}):
+    with config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
         assert run("export_aotinductor", str(tmp_path / "model.pt2")) < 0.02
     pytest.importorskip("onnxscript", reason="it is no dependency of the suite")
     program = run("export_onnx", str(tmp_path / "model.onnx"))

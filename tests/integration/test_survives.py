@@ -3,6 +3,7 @@
 `stress/test_kills.py` has every precision by every point, at random steps, in `make soak`.
 """
 
+import functools
 import json
 import os
 import runpy
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,13 +39,28 @@ KILLS = {
 }
 
 
+Whole = Callable[[str, str], tuple[Path, dict[str, str]]]
+
+
 def complete(folder: Path) -> list[str]:
     return sorted(path.parent.name for path in folder.glob("step-*/.metadata"))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Run a precision without an interruption. Returns the folder and the last line."""
+
+    @functools.cache
+    def run(precision: str, parallel: str) -> tuple[Path, dict[str, str]]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, start(Job(folder, precision, parallel)).state
+
+    return run
+
+
 @pytest.mark.parametrize(("precision", "parallel"), KILLS)
-def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path: Path, precision: str, parallel: str) -> None:
-    expected = start(Job(tmp_path / "whole", precision, parallel)).state
+def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path: Path, whole: Whole, precision: str, parallel: str) -> None:
+    folder, expected = whole(precision, parallel)
     job = Job(tmp_path / "killed", precision, parallel)
     for kill in KILLS[precision, parallel]:
         codes = start(job, kills=(kill,)).codes
@@ -54,7 +71,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path: Path, precision: st
     assert start(job).state == expected
     assert complete(job.folder) == ["step-4", "step-6"]
     assert not (job.folder / "step-9").exists()
-    lines = [(path / "metrics.jsonl").read_text() for path in (tmp_path / "whole", job.folder)]
+    lines = [(path / "metrics.jsonl").read_text() for path in (folder, job.folder)]
     assert lines[0] == lines[1]
     assert [json.loads(line)["step"] for line in lines[1].splitlines()] == list(range(1, 7))
     if precision == "fp16":
@@ -75,9 +92,9 @@ def test_sigterm_saves_at_once_and_a_kill_in_that_save_loses_nothing(tmp_path: P
     assert start(job).state == expected
 
 
-def test_other_numbers_of_ranks_lose_no_state(tmp_path: Path) -> None:
+def test_other_numbers_of_ranks_lose_no_state(tmp_path: Path, whole: Whole) -> None:
     """A SHA-256 of what two ranks saved is that of what three and one load. Then each takes some steps."""
-    whole = start(Job(tmp_path / "whole", "remainder"))
+    folder, uninterrupted = whole("remainder", "fsdp")
     job = Job(tmp_path / "moved", "remainder")
     before = 2
     state = start(Job(job.folder, "remainder", steps=2)).state
@@ -85,10 +102,10 @@ def test_other_numbers_of_ranks_lose_no_state(tmp_path: Path) -> None:
         if world != 2:
             assert start(Job(job.folder, "remainder", steps=before), world).state == state, f"loaded by {world}"
         state, before = start(Job(job.folder, "remainder", steps=steps), world).state, steps
-    assert {**state, "digest": ""} == {**whole.state, "digest": ""}
+    assert {**state, "digest": ""} == {**uninterrupted, "digest": ""}
     rows = [
         [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for path in (tmp_path / "whole", job.folder)
+        for path in (folder, job.folder)
     ]
     for expected, got in zip(*rows, strict=True):
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-3)
