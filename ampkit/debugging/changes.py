@@ -355,19 +355,22 @@ def _changes_for_nonfinite(finding: Finding, modules: ModuleCalls) -> Iterator[C
     dtypes = [source.dtype for source in sources] or [place.dtype, *(each.dtype for each in finding.inputs)]
     if place.phase == "optimizer" or not {"float16", "bfloat16"} & {*dtypes}:
         return
-    change = module_change(modules, finding.device, [sources[0].module if sources else place.module])
-    if change is not None and change.is_possible():
+    path = sources[0].module if sources else place.module
+    if path in changeable_paths(modules) and (change := module_change(modules, finding.device, [path])).is_possible():
         yield change
     yield from _changes_of_lines(finding, modules, sources or (place,))
 
 
-def module_change(modules: ModuleCalls, device: str, paths: Sequence[str]) -> PolicyChange | None:
-    """Return the change that computes modules in float32; None if their paths or the regions are unknown."""
-    model = modules.model
-    if modules.region != "ampkit" or model is None or not {*paths} <= {path for path, _ in named_paths(model) if path}:
-        return None
+def changeable_paths(modules: ModuleCalls) -> set[str]:
+    """Return the paths of modules that a policy can change; none without a model or an ampkit region."""
+    is_possible = modules.region == "ampkit" and modules.model is not None
+    return {path for path, _ in named_paths(modules.model) if path} if is_possible else set()
+
+
+def module_change(modules: ModuleCalls, device: str, paths: Sequence[str]) -> PolicyChange:
+    """Return the change that computes modules in float32."""
     first = RegionSpec(device, torch.float32, True, True, modules.policy)
-    return PolicyChange(paths, float32=True, model=model, first=first)
+    return PolicyChange(paths, float32=True, model=modules.model, first=first)
 
 
 def _changes_of_lines(finding: Finding, modules: ModuleCalls, places: Iterable[Place]) -> Iterator[LineChange]:

@@ -43,6 +43,7 @@ class Place:
     phase: str = ""  # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
     backward_of: str = ""  # in backward, the forward operator
     call: int = 0  # number of the module's call in the step, from 1; 0 if unknown
+    index: int = -1  # in the order of execution
     dtype: str = ""  # of the result
     shape: tuple[int, ...] = ()
     called_from: tuple[str, int] = ("", 0)  # file and line of the script that led there, if it is another file

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from ampkit.debugging.changes import Change, Clipping, LearningRate, LineChange, advice, changes_for, module_change
+from ampkit.debugging.changes import (
+    Change,
+    Clipping,
+    LearningRate,
+    LineChange,
+    advice,
+    changeable_paths,
+    changes_for,
+    module_change,
+)
 from ampkit.debugging.finding import Cause, Finding, Fix, Losses, Place, Report
 from ampkit.debugging.observe.call import Call
 from ampkit.debugging.observe.observer import Observer
@@ -203,8 +212,8 @@ class _Trials:
         spread, shares = around.spread, [abs(gap.share)]
         if spread > _LARGEST_SPREAD and shares[0] < _N_SPREADS * spread:
             self.report.comparison = (
-                f"not compared with float32: the losses of two runs in the same precision differ by {spread:.0%}. Set "
-                "the seeds, and do not continue from a checkpoint that the script writes"
+                f"not compared with float32: the losses of two runs in the same precision differ by {spread:.0%}, as "
+                "without seeds, or if the script continues from its own checkpoint"
             )
             return False
         self.smallest_gap = max(_SMALLEST_GAP, _N_SPREADS * spread)
@@ -252,7 +261,8 @@ class _Trials:
 
     def _bisect_modules(self, device: str) -> bool:
         """Find few modules that make the difference, if a policy can keep them in float32; return whether there are."""
-        calls = self._low_calls(lambda call: call.module.name if call.module else "")
+        paths = changeable_paths(self.run.modules)
+        calls = self._low_calls(lambda call: call.module.name if call.module and call.module.name in paths else "")
         return self._bisect(calls, lambda names: module_change(self.run.modules, device, names))
 
     def _bisect_lines(self, everything: LineChange) -> None:
@@ -260,15 +270,15 @@ class _Trials:
         calls = self._low_calls(lambda call: call.caller.line())
         self._bisect(calls, lambda lines: LineChange(everything.device, everything.region, lines))
 
-    def _bisect(self, calls: dict[T, list[Call]], change_of: Callable[[Sequence[T]], Change | None]) -> bool:
+    def _bisect(self, calls: dict[T, list[Call]], change_of: Callable[[Sequence[T]], Change]) -> bool:
         """Find at most `_FEW` keys of calls whose change helps, and add a finding; return whether there are any."""
         best: tuple[Change, Losses, list[Call]] | None = None
 
         def closes(keys: Sequence[T]) -> bool:
             nonlocal best
             change = change_of(keys)
-            losses = "" if change is None else self.losses(change)
-            if change is None or isinstance(losses, str) or not self._closes(change, losses):
+            losses = self.losses(change)
+            if isinstance(losses, str) or not self._closes(change, losses):
                 return False
             if len(keys) <= _FEW:
                 best = change, losses, [call for key in keys for call in calls[key]]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampkit import autocast, debugging
 from ampkit.__main__ import main
 from ampkit.debugging.changes import Change, LearningRate, LineChange
 from ampkit.debugging.checks.divergence import growth
@@ -152,6 +153,33 @@ def test_an_interrupt_keeps_the_results() -> None:
     verify(report, run, attempt, losses(math.nan), max_runs=40)
     assert report.not_checked == ["further changes: the runs were interrupted"]
     assert report.findings[0].grade == "error"
+
+
+class Offset(nn.Module):
+    """Loses small inputs in 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, torch.eye(16)) + 1000 - 1000
+
+
+def test_the_modules_that_change_a_training_are_found() -> None:
+    """By bisection of the model's modules, next to one that it does not contain."""
+    torch.manual_seed(0)
+    model, outside = nn.Sequential(nn.Linear(16, 16, bias=False), Offset()), nn.ReLU()
+    nn.init.eye_(model.get_parameter("0.weight"))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    x = torch.randn(32, 16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast("cpu", torch.bfloat16):
+            loss = (outside(model(x)).float() - x.relu() - 0.1).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    report = debugging.examine(step, model)
+    (found,) = (each for each in report.findings if each.fix.verified)
+    assert found.fix.code == 'policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})'
 
 
 # --- trials

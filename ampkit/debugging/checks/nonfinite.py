@@ -195,7 +195,7 @@ class NonFinite(Check):
         event = self._new_event("before")
         self._writers.set(tensor, (event.index,))
         finding = self._begin_finding(event, call, tensor)
-        finding.place = replace(finding.place, op="", phase="before", backward_of="")
+        finding.place = replace(finding.place, index=-1, op="", phase="before", backward_of="")
         finding.parameter = self.run.name_of(tensor)
         finding.cause = Cause("arrived", "it was there before the step")
         event.note_range(*extremes(tensor))

@@ -151,6 +151,7 @@ class Observer(ObserverMode):
             phase=call.phase,
             backward_of=backward_of,
             call=0 if module is None else module.number,
+            index=call.index,
             dtype="" if result is None else dtype_name(result.dtype),
             shape=() if result is None else tuple(result.shape),
         )
