@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampkit.debugging.checks.check import Add, Check, is_plain, largest
+from ampkit.debugging.checks.check import Add, Check, is_plain, largest, sample
 from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.autograd_graph import leaves_from
 from ampkit.debugging.observe.observer import Observer
@@ -27,6 +27,7 @@ from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.gradients.collect import parameters as parameters_of
 
 _MIN_UNUSED = 10  # backward passes without a step
+_ELEMENTS = 1024  # of a parameter that are compared
 _MAX_PARAMETERS = 64  # the most parameters of an optimizer whose gradients are tracked
 _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 _LOSSES = frozenset(  # that a region computes in float32
@@ -138,7 +139,7 @@ class _OptimizerState:
     zeroed_at: Place | None = None  # the line that cleared the gradients after backward and before the step
     dropped: dict[Place, int] = field(default_factory=dict)  # calls of backward whose gradients were cleared, as above
     dropped_at: Place | None = None  # the line that cleared them
-    weights: list[int] = field(default_factory=list)  # versions of the parameters then
+    weights: Tensor | None = None  # elements of the first parameter then
     drops: int = 0  # steps in a row whose last backward is on such a line
     scaler: Any = None  # the last scaler that unscaled the gradients or executed the step
     unscaled: bool = False  # `unscale_` was called since the last `update`
@@ -277,7 +278,8 @@ class LoopOrder(Check):
                     state.dropped[place] = state.dropped.get(place, 0) + times
                 state.backwards.clear()
                 state.zeroed_at = state.dropped_at = calling_place()
-                state.weights = [p._version for p in state.parameters]
+                first = state.parameters[0] if state.parameters else None
+                state.weights = sample(first, _ELEMENTS).clone() if is_plain(first) else None
 
     def _check_gradients(self, state: _OptimizerState, *, closure: bool) -> None:
         """Add a finding if a step is about to use gradients of the last step as well, or none of the last backward.
@@ -383,8 +385,9 @@ class LoopOrder(Check):
         """
         dropped = [times for place, times in state.dropped.items() if place in state.backwards]
         versions = zip(state.versions, state.gradient_versions(), strict=False)
-        is_used = closure or any(last[0] != now[0] for last, now in versions)
-        is_used |= state.weights != [p._version for p in state.parameters]
+        is_used = closure or state.weights is None or any(last[0] != now[0] for last, now in versions)
+        if dropped and not is_used and state.weights is not None:
+            is_used = not torch.equal(state.weights, sample(state.parameters[0], _ELEMENTS))
         state.drops = state.drops + 1 if dropped and not is_used else 0
         if state.drops >= 2:
             self._add("zeroed often", state.dropped_at, times=max(dropped) + 1)
