@@ -138,6 +138,7 @@ class _OptimizerState:
     clips: dict[Place, int] = field(default_factory=dict)  # calls by line, since the last step
     zeroed_at: Place | None = None  # the line that cleared the gradients after backward and before the step
     dropped: dict[Place, int] = field(default_factory=dict)  # calls of backward whose gradients were cleared, as above
+    is_used: bool = False  # another optimizer has stepped since the last backward, which may have been for it
     dropped_at: Place | None = None  # the line that cleared them
     weights: Tensor | None = None  # elements of the first parameter then
     drops: int = 0  # steps in a row whose last backward is on such a line
@@ -254,7 +255,7 @@ class LoopOrder(Check):
         place = calling_place()
         for state in (*self._states(), self._unknown):
             if state is self._unknown or state.versions != state.gradient_versions():
-                state.scaled, state.zeroed_at = scaled, None
+                state.scaled, state.zeroed_at, state.is_used = scaled, None, False
                 state.largest = largest(p.grad for p in state.parameters) if unscaled_float16 else None
                 state.divided |= bool(divided)
                 state.backwards[place] = state.backwards.get(place, 0) + 1
@@ -274,7 +275,7 @@ class LoopOrder(Check):
         for state in self._states():
             self._check_cleared(state)
             if state.backwards and all(p.grad is None for p in state.parameters):
-                for place, times in state.backwards.items():
+                for place, times in state.backwards.items() if not state.is_used else ():
                     state.dropped[place] = state.dropped.get(place, 0) + times
                 state.backwards.clear()
                 state.zeroed_at = state.dropped_at = calling_place()
@@ -424,6 +425,8 @@ class LoopOrder(Check):
         state.clips.clear()
         state.dropped.clear()
         state.has_stepped = True
+        for other in self._states():
+            other.is_used |= other is not state
         state.zeroed_at, state.versions = None, state.gradient_versions()
         state.steps_since_scheduler += 1
         self._unknown = _OptimizerState()
