@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampkit.debugging.checks.check import Add, Check, is_plain, largest
+from ampkit.debugging.checks.check import Add, Check, is_plain, largest, sample
 from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.autograd_graph import leaves_from
 from ampkit.debugging.observe.observer import Observer
@@ -27,6 +27,7 @@ from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.gradients.collect import parameters as parameters_of
 
 _MIN_UNUSED = 10  # backward passes without a step
+_ELEMENTS = 1024  # of a parameter that are compared
 _MAX_PARAMETERS = 64  # the most parameters of an optimizer whose gradients are tracked
 _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 _LOSSES = frozenset(  # that a region computes in float32
@@ -137,8 +138,9 @@ class _OptimizerState:
     clips: dict[Place, int] = field(default_factory=dict)  # calls by line, since the last step
     zeroed_at: Place | None = None  # the line that cleared the gradients after backward and before the step
     dropped: dict[Place, int] = field(default_factory=dict)  # calls of backward whose gradients were cleared, as above
+    is_used: bool = False  # another optimizer has stepped since the last backward, which may have been for it
     dropped_at: Place | None = None  # the line that cleared them
-    weights: list[int] = field(default_factory=list)  # versions of the parameters then
+    weights: Tensor | None = None  # elements of the first parameter then
     drops: int = 0  # steps in a row whose last backward is on such a line
     scaler: Any = None  # the last scaler that unscaled the gradients or executed the step
     unscaled: bool = False  # `unscale_` was called since the last `update`
@@ -253,7 +255,7 @@ class LoopOrder(Check):
         place = calling_place()
         for state in (*self._states(), self._unknown):
             if state is self._unknown or state.versions != state.gradient_versions():
-                state.scaled, state.zeroed_at = scaled, None
+                state.scaled, state.zeroed_at, state.is_used = scaled, None, False
                 state.largest = largest(p.grad for p in state.parameters) if unscaled_float16 else None
                 state.divided |= bool(divided)
                 state.backwards[place] = state.backwards.get(place, 0) + 1
@@ -273,11 +275,12 @@ class LoopOrder(Check):
         for state in self._states():
             self._check_cleared(state)
             if state.backwards and all(p.grad is None for p in state.parameters):
-                for place, times in state.backwards.items():
+                for place, times in state.backwards.items() if not state.is_used else ():
                     state.dropped[place] = state.dropped.get(place, 0) + times
                 state.backwards.clear()
                 state.zeroed_at = state.dropped_at = calling_place()
-                state.weights = [p._version for p in state.parameters]
+                first = state.parameters[0] if state.parameters else None
+                state.weights = sample(first, _ELEMENTS).clone() if is_plain(first) else None
 
     def _check_gradients(self, state: _OptimizerState, *, closure: bool) -> None:
         """Add a finding if a step is about to use gradients of the last step as well, or none of the last backward.
@@ -383,8 +386,9 @@ class LoopOrder(Check):
         """
         dropped = [times for place, times in state.dropped.items() if place in state.backwards]
         versions = zip(state.versions, state.gradient_versions(), strict=False)
-        is_used = closure or any(last[0] != now[0] for last, now in versions)
-        is_used |= state.weights != [p._version for p in state.parameters]
+        is_used = closure or state.weights is None or any(last[0] != now[0] for last, now in versions)
+        if dropped and not is_used and state.weights is not None:
+            is_used = not torch.equal(state.weights, sample(state.parameters[0], _ELEMENTS))
         state.drops = state.drops + 1 if dropped and not is_used else 0
         if state.drops >= 2:
             self._add("zeroed often", state.dropped_at, times=max(dropped) + 1)
@@ -421,6 +425,8 @@ class LoopOrder(Check):
         state.clips.clear()
         state.dropped.clear()
         state.has_stepped = True
+        for other in self._states():
+            other.is_used |= other is not state
         state.zeroed_at, state.versions = None, state.gradient_versions()
         state.steps_since_scheduler += 1
         self._unknown = _OptimizerState()
