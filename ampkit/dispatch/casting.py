@@ -44,14 +44,14 @@ class Cast:
     `cache` in its methods is the region's `WeightCasts`, or None: to it go weights.
     """
 
-    __slots__ = ("castable", "device_type", "dtype", "on_device", "source_dtypes", "to_dtype")
+    __slots__ = ("castable", "convert", "device_type", "dtype", "on_device", "source_dtypes")
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self.device_type = device_type
         self.dtype = dtype
         self.castable = _ELIGIBLE - {dtype}
         self.source_dtypes = frozenset({torch.float32})  # of weights whose casts are cached, as in torch.amp
-        self.to_dtype = _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
+        self.convert = _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
     def tensor(self, tensor: Tensor, cache: Any = None) -> Tensor:
@@ -60,11 +60,7 @@ class Cast:
             return tensor
         if cache is not None and tensor.requires_grad and tensor.is_leaf:
             return cache.get(tensor, self)
-        return self.to_dtype(tensor)
-
-    def convert(self, tensor: Tensor) -> Tensor:
-        """Cast a tensor without a cache. The cache calls this for weights."""
-        return self.to_dtype(tensor) if tensor.dtype in self.castable and self.on_device(tensor) else tensor
+        return self.convert(tensor)
 
     def is_eligible(self, tensor: Tensor) -> bool:
         """Whether a tensor is eligible, whatever its dtype."""

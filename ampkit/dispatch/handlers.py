@@ -101,35 +101,40 @@ def _casting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> 
     under LOWER, or all are under FLOAT32, that kernel makes the remaining casts, from one 16-bit dtype to the other.
     They are not cached.
     """
-    general, call = GENERAL_HANDLERS[op.name()], _caller_below(op, device_type, key)
+    general, run, call = GENERAL_HANDLERS[op.name()], _function(op), _caller_below(op, device_type, key)
     positions, autocast, in_torch = _tensor_positions(op), autocast_key(device_type), _in_torch(op, rule, device_type)
     lower = rule is Rule.LOWER
     casts_to: dict[torch.dtype, Cast] = {}  # reading it takes less time than calling `cast_to`
 
-    def handler(mode: Any, keys: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def handler(mode: Any, keys: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if functorch_level() is not None:
             return general(mode, keys, args, kwargs)
         casts = not in_torch
         for n in positions[len(args)]:
             tensor = args[n]
             if type(tensor) in _PLAIN_TENSORS:
-                if (tensor.dtype is _FLOAT32) is lower:
-                    casts = True
+                casts = casts or (tensor.dtype is _FLOAT32) is lower
             elif tensor is not None:
                 return general(mode, keys, args, kwargs)
-        if not casts or is_excluded(autocast):  # torch excludes its key where autocast is disabled
-            return call(args, kwargs, False)
-        dtype, cache = (_dtype_of(device_type), mode.cache) if lower else (_FLOAT32, None)
-        cast = casts_to.get(dtype) or casts_to.setdefault(dtype, cast_to(device_type, dtype))
-        cast_args, get = list(args), None
-        for n in positions[len(args)]:
-            tensor = args[n]
-            if cache is not None and type(tensor) is Parameter:
-                get = get or cache.getter(device_type)
-                cast_args[n] = get(tensor, cast)
-            elif tensor is not None and tensor.dtype is not dtype:
-                cast_args[n] = cast.tensor(tensor, cache)
-        return call(cast_args, kwargs, not in_torch)
+        if casts and not is_excluded(autocast):  # torch excludes its key where autocast is disabled
+            dtype, cache = (_dtype_of(device_type), mode.cache) if lower else (_FLOAT32, None)
+            cast = casts_to.get(dtype) or casts_to.setdefault(dtype, cast_to(device_type, dtype))
+            cast_args, get = list(args), None
+            for n in positions[len(args)]:
+                tensor = args[n]
+                if cache is not None and type(tensor) is Parameter:
+                    get = get or cache.getter(cast)
+                    cast_args[n] = get(tensor)
+                elif tensor is not None and tensor.dtype is not dtype:
+                    cast_args[n] = cast.tensor(tensor, cache)
+            if not in_torch:
+                return call(cast_args, kwargs, True)
+            args = cast_args
+        set_excluded(key, True)  # inlined `call(args, kwargs, False)`
+        try:
+            return run(*args, **kwargs) if kwargs else run(*args)
+        finally:
+            set_excluded(key, False)
 
     return handler
 
@@ -191,10 +196,14 @@ def _in_torch(op: OpOverload, rule: Rule, device_type: str) -> bool:
     return torch_rules(device_type).get(op) is rule and has_kernel(op.name(), AUTOCAST_KEYS[listed_as(device_type)])
 
 
+def _function(op: OpOverload) -> Callable[..., Any]:
+    """Return the fastest function that calls an operator."""
+    return (python_binding(op) if op.name() in _BOUND_NAMES else None) or op._op
+
+
 def _caller_below(op: OpOverload, device_type: str, key: Any) -> Callable[..., Any]:
     """Return the function that calls an operator below the region's key; with `below_autocast`, below torch's key."""
-    run = (python_binding(op) if op.name() in _BOUND_NAMES else None) or op._op
-    autocast = autocast_key(device_type)
+    run, autocast = _function(op), autocast_key(device_type)
 
     @dynamo_skip
     def call(args: Any, kwargs: Mapping[str, Any], below_autocast: bool) -> Any:

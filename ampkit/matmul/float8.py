@@ -89,6 +89,8 @@ class WeightForm(NamedTuple):
             return _quantize(weight, None, self.scaling)[1]
         return _quantize(weight, self.scaling, None)[0]
 
+    tensor = convert
+
 
 class _Input:
     """FP8 forms of the last activation, shared: the layers of q, k and v quantize it, and save it, once."""

@@ -80,8 +80,8 @@ class ThreadState(threading.local):
 thread = ThreadState()
 
 
-def write(device_type: str, key: Any, state: State, now: State) -> None:
-    """Set the state of this thread, which was set to `now` before."""
+def write(device_type: str, key: Any, state: State, now: State, *, read_now: bool = False) -> None:
+    """Set the state of this thread, which was set to `now` before; `read_now`: it was read right before this call."""
     enabled, dtype, cache_enabled, mode, included, excluded, other_excluded, tag = state
     if mode is not now.mode:
         put_in_tls(TLS_NAME, mode)
@@ -93,10 +93,12 @@ def write(device_type: str, key: Any, state: State, now: State) -> None:
         set_excluded(_OTHER_KEY[key], other_excluded)
     if tag is not now.tag:
         write_tag(tag, now.tag)
-    # torch's autocast state is written in any case, since code in the region may have changed it.
-    _set_dtype(device_type, dtype)
+    # torch's autocast state is written as a region ends in any case, since code in the region may have changed it.
     _set_enabled(device_type, enabled)
-    _set_cache_flag(cache_enabled)
+    if not read_now or dtype is not now.dtype:
+        _set_dtype(device_type, dtype)
+    if not read_now or cache_enabled is not now.cache_enabled:
+        _set_cache_flag(cache_enabled)
 
 
 def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool = False) -> OpenRegion:
@@ -143,7 +145,7 @@ def enter(spec: RegionSpec, *, graph: FrameType | None = None, recomputes: bool 
     region = _new(OpenRegion, (spec, before, state, cache, graph, reached, None))
     regions.append(region)
     _increment_nesting()
-    write(device_type, key, state, before)
+    write(device_type, key, state, before, read_now=True)
     return region
 
 

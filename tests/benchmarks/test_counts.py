@@ -14,7 +14,7 @@ STASH = 2 if torch.__version__.startswith("2.11.") else 0
 BOUNDS = {
     "region": 16 + STASH,  # 4
     "region, torch's list": 14 + STASH,
-    "x @ weight": 6,  # 0: it is C++
+    "x @ weight": 5,  # 0: it is C++
     "scaler.step, torch's AdamW": 37,  # 16
     "scaler.update": 7,  # 3
     "unscale, check and clip": 42,  # 9

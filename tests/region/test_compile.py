@@ -202,9 +202,9 @@ def test_compiled_code_does_not_fill_the_weight_cache() -> None:
     compiled = torch.compile(outputs, backend="aot_eager", fullgraph=True)
     with autocast("cpu"):
         compiled(net, x)
-        assert thread.cache._casts == {}
+        assert not any(thread.cache._casts.values())
         outputs(net, x)
-        assert thread.cache._casts != {}
+        assert any(thread.cache._casts.values())
 
 
 def traced(region: Callable[[], Any]) -> list[list[str]]:
