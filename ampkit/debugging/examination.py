@@ -84,6 +84,7 @@ class Examination:
             self._end_step,
             self._step_counted,
         )
+        run.on_pause = self._pause
         run.loop.listeners, run.loop.backward_starts = list(self._checks), self._backward_starts
         with ExitStack() as stack:
             stack.enter_context(run)
@@ -105,12 +106,24 @@ class Examination:
             report.not_checked += check.not_checked()
         self._note_skips()
         self._note_consequences()
+        if run.unobserved:
+            report.not_checked.append(
+                f"the operators of {run.unobserved} of {report.steps} steps, after the first ones"
+            )
+        if run.missed is not None:
+            text = "the loss became inf or NaN in step {0}, whose operators were not checked: --from-step {0}"
+            report.not_checked.append(text.format(run.missed))
         if not run.loop.optimizers and not report.steps > 1:
             report.not_checked.append("changes between steps: no optimizer stepped, so the run counts as one step")
 
     def _backward_starts(self, roots: list[Tensor], scaled: bool) -> None:
+        self.run.backward_starts(roots, scaled)
         for check in self._checks:
             check.backward_starts(roots, scaled)
+
+    def _pause(self) -> None:
+        for check in self._checks:
+            check.paused()
 
     def _progress(self, call: Call) -> None:
         if call.index % 256 == 0:

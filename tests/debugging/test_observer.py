@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ampkit import GradScaler
 from ampkit.debugging import Examination, examine
 from ampkit.debugging.checks import LoopOrder
+from ampkit.debugging.observe import observer
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import Iterations
 
@@ -136,3 +137,26 @@ def test_a_torch_without_the_callback_of_compiled_functions_is_an_error(monkeypa
     monkeypatch.delattr(eval_frame, "_callback_from_stance")
     with pytest.raises(ImportError, match="_callback_from_stance"):
         Examination().__enter__()
+
+
+@pytest.mark.parametrize("fault", [None, "inf"])
+def test_some_steps_of_a_long_run_are_observed(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them the loss is observed: one that is not finite is reported, and operators are observed again."""
+    monkeypatch.setattr(observer, "_FULL_OPERATORS", 0)
+    model, seen = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    examination = Examination(model)
+    with examination as report:
+        for step in range(160):
+            seen.append(bool(_get_current_dispatch_mode_stack()))
+            loss = model(torch.ones(1, 2)).square().sum() * (float(fault or 1) if step == 60 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    expected = [*range(32), *range(128, 144), *(range(61, 77) if fault else ())]
+    assert [step for step in range(160) if seen[step]] == sorted(expected)
+    assert [len(losses) for losses in report.losses.values()] == [160]
+    assert report.steps == 160
+    assert f"the operators of {160 - len(expected)} of 160 steps" in report.not_checked[0]
+    assert ["--from-step 60" in text for text in report.not_checked[1:]] == [True] * bool(fault)
+    assert not _get_current_dispatch_mode_stack()

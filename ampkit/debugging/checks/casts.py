@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Grade, Place
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 from ampkit.debugging.observe.rerun import float64_results
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.tensor_values import extremes, largest_finite
@@ -39,6 +40,9 @@ class Casts(Check):
         self._coarse: StorageMap[bool] = StorageMap()  # results that lie on few numbers
         self._guards: StorageMap[tuple[Call, float]] = StorageMap()  # results with an eps that is 0
         self._eps: dict[tuple[int, int], tuple[Place, float, int] | None] = {}  # None: `nonfinite` reports it
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase == "forward"
 
     def operator_ran(self, call: Call) -> None:
         base, output = call.op.base, call.result

@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.autograd_graph import leaves_from
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.call_sites import Caller
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque, storage_key
@@ -105,6 +106,9 @@ class Trained(Check):
             return enter(region)
 
         return noted
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase in ("forward", "backward")
 
     def operator_ran(self, call: Call) -> None:
         if call.phase == "backward":

@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Finding, Fix, Place
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_properties import item_of, tensors_in
+from ampkit.debugging.observe.operator_properties import OperatorProperties, item_of, tensors_in
 from ampkit.debugging.observe.rerun import float64_results, run_in_float64
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
@@ -99,6 +99,9 @@ class Updates(Check):
         self._place = Place()
 
     # --- gradients that are 0
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase == "backward" or (phase == "optimizer" and op.mutable)
 
     def operator_ran(self, call: Call) -> None:
         if call.phase == "optimizer" and call.op.mutable and self._stepping:
