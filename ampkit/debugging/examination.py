@@ -1,11 +1,12 @@
 """`examine`: run all checks on a training run and rank the findings.
 
-`Examination` is the run's only dispatch mode, and enters none if no check needs it. Checks observe every operator,
+`Examination` is the run's only dispatch mode, and enters none if no check needs it. Checks observe the operators,
 inside and between steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,7 +34,8 @@ class Examination:
     """Context that runs the checks on training steps, and on everything between them.
 
     Results and random numbers are bitwise identical. With a check that needs operators, compiled functions run eagerly
-    and each operator synchronizes with the device. With `checks=[LoopOrder]` it enters no dispatch mode and costs some
+    and each operator that is checked synchronizes with the device. After the first steps, operators are checked in some
+    steps only, unless `on_nonfinite` is "raise". With `checks=[LoopOrder]` it enters no dispatch mode and costs some
     Python calls per step, so it can be used in real training.
 
     Args:
@@ -73,6 +75,8 @@ class Examination:
         self.on_operator: Callable[[], None] = lambda: None  # called now and then, for progress
         self._checks = [check(self.run, self._add) for check in checks]
         self._raises = on_nonfinite == "raise"
+        if self._raises:
+            self.run.full_until = math.inf
         self._new_nonfinite = False
         self._open = ExitStack()
 

@@ -89,7 +89,7 @@ class Observer(ObserverMode):
         self.on_step_counted: Callable[[], None] = lambda: None  # the next step begins
         self.on_pause: Callable[[], None] = lambda: None  # operators are not observed from now on
         self._has_paused = False
-        self._full_until = from_step + _FULL_STEPS
+        self.full_until: float = from_step + _FULL_STEPS  # the first step whose operators may be omitted
         self._skips = 0  # skips of the loop before the last step
         self._reports: dict[tuple[OperatorProperties, Phase], list[Callable[[Call], None]]] = {}  # of `operator_ran`
         self._needs_operators = needs_operators
@@ -143,9 +143,9 @@ class Observer(ObserverMode):
         if not self.begun and not self._has_paused:
             self._begin(self._open)
         if self.loop.skips > self._skips or self.missed == self.step - 1:
-            self._full_until = self.step + _BURST
+            self.full_until = max(self.full_until, self.step + _BURST)
         self._skips = self.loop.skips
-        observes = self.step < self._full_until or self.count < _FULL_OPERATORS or self.step % _PERIOD < _BURST
+        observes = self.step < self.full_until or self.count < _FULL_OPERATORS or self.step % _PERIOD < _BURST
         if observes and not self.begun and not n_dispatch_modes():
             self._resume()
         elif not observes and self.begun and dispatch_modes() == [self] and current_node() is None:
