@@ -230,7 +230,7 @@ class NonFinite(Check):
             finding.cause = causes.CONSTANT
             return
         first = next(i for i, (low, high) in enumerate(call.ranges) if not math.isfinite(high - low))
-        finding.elements = nonfinite_elements(outputs[first])
+        output = outputs[first]
         if call.op.on_lists:
             before, outputs = item_of(before, first, len(outputs)), [outputs[first]]
         arguments = {id(tensor) for tensor in tensors_in(before)}
@@ -246,6 +246,7 @@ class NonFinite(Check):
         is_new = call.phase == "forward" and kinds == {"-inf"} and "inf" in event.nonfinite  # next to a mask
         if "nan" in kinds or (kinds and "nan" not in event.nonfinite and not is_new):
             return  # propagated from an input
+        finding.elements = nonfinite_elements(output)
         finding.inputs = tuple(
             Operand(
                 dtype_name(each.before.dtype),
@@ -318,7 +319,8 @@ class NonFinite(Check):
             return
         if not call.op.writes:
             return
-        buffers = {id(buffer) for root in self.run.modules.roots() for buffer in root.buffers()}
+        roots = () if call.op.mutable else self.run.modules.roots()  # batch norm writes its buffers
+        buffers = {id(buffer) for root in roots for buffer in root.buffers()}
         for output, (low, high) in zip(call.outputs, call.ranges, strict=True):
             if math.isfinite(high - low):
                 continue

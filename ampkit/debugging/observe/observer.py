@@ -160,9 +160,11 @@ class Observer(ObserverMode):
         for loss in losses[:1]:
             scaler = self.loop.scaler if scaled else None
             value = float(loss.detach()) / (1.0 if scaler is None else scaler.get_scale())
-            self._note_loss(value, find_caller(1))
-            if self.missed is None and not math.isfinite(value):
+            if not math.isfinite(value) and all(
+                math.isfinite(each) for x in self.losses.values() for each in x.values()
+            ):
                 self.missed = self.step
+            self._note_loss(value, find_caller(1))
 
     def _watch_compiled(self, stack: ExitStack) -> None:
         """Note calls of compiled functions: each gets its callback from the stance."""
