@@ -387,6 +387,7 @@ def recommendation(finding: Finding, modules: ModuleCalls) -> Fix:
     # No precision helps for undefined results unless a call was found that rounds, nor for results that do no harm, and
     # float32 may hide wrong data.
     is_undefined = finding.kind in ("undefined", "from inf") or finding.cause.is_of_data
+    is_undefined |= finding.kind == "overflow" and finding.cause.is_number  # two masks
     is_undefined |= finding.check == "nonfinite" and finding.grade == "note"
     change = None if is_undefined else next(changes_for(finding, modules), None)
     return Fix(change.code if change is not None else advice(finding))
@@ -425,6 +426,8 @@ def advice(finding: Finding) -> str:
     if place.phase == "backward" and cause.kind == "overflow" and value and limit and not (finding.scale or why):
         divisor = 2.0 ** math.ceil(math.log2(value / limit))
         return f"(loss / {divisor:g}).backward()    # makes gradients {divisor:g} times smaller"
+    if cause.is_number and cause.kind == "overflow":
+        return "one mask: torch.where(a & b, 0.0, -1e4) of the two conditions, or clamp the sum: .clamp(min=-1e4)"
     if cause.is_number:
         return "write a number that the dtype can represent: in float16 at least 6e-8, and at most 1 - 5e-4"
     if cause.kind == "overflow" and not finding.inputs:

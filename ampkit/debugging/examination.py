@@ -1,11 +1,12 @@
 """`examine`: run all checks on a training run and rank the findings.
 
-`Examination` is the run's only dispatch mode, and enters none if no check needs it. Checks observe every operator,
+`Examination` is the run's only dispatch mode, and enters none if no check needs it. Checks observe the operators,
 inside and between steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,7 +34,8 @@ class Examination:
     """Context that runs the checks on training steps, and on everything between them.
 
     Results and random numbers are bitwise identical. With a check that needs operators, compiled functions run eagerly
-    and each operator synchronizes with the device. With `checks=[LoopOrder]` it enters no dispatch mode and costs some
+    and each operator that is checked synchronizes with the device. After the first steps, operators are checked in some
+    steps only, unless `on_nonfinite` is "raise". With `checks=[LoopOrder]` it enters no dispatch mode and costs some
     Python calls per step, so it can be used in real training.
 
     Args:
@@ -73,6 +75,8 @@ class Examination:
         self.on_operator: Callable[[], None] = lambda: None  # called now and then, for progress
         self._checks = [check(self.run, self._add) for check in checks]
         self._raises = on_nonfinite == "raise"
+        if self._raises:
+            self.run.full_until = math.inf
         self._new_nonfinite = False
         self._open = ExitStack()
 
@@ -80,8 +84,8 @@ class Examination:
         run = self.run
         run.operator_ran = [*overridden(self._checks, "operator_ran"), self._progress]
         run.on_step_starts, run.on_step_ended = self._step_starts, self._end_step
-        run.on_step_counted, run.loop.backward_starts = self._step_counted, self._backward_starts
-        run.loop.listeners = list(self._checks)
+        run.on_step_counted, run.on_pause = self._step_counted, self._pause
+        run.loop.listeners, run.loop.backward_starts = list(self._checks), self._backward_starts
         with ExitStack() as stack:
             stack.enter_context(run)
             for check in self._checks:
@@ -102,12 +106,24 @@ class Examination:
             report.not_checked += check.not_checked()
         self._note_skips()
         self._note_consequences()
+        if run.unobserved:
+            report.not_checked.append(
+                f"the operators of {run.unobserved} of {report.steps} steps, after the first ones"
+            )
+        if run.missed is not None:
+            text = "the loss became inf or NaN in step {0}, whose operators were not checked: --from-step {0}"
+            report.not_checked.append(text.format(run.missed))
         if not run.loop.optimizers and not report.steps > 1:
             report.not_checked.append("changes between steps: no optimizer stepped, so the run counts as one step")
 
     def _backward_starts(self, roots: list[Tensor], scaled: bool) -> None:
+        self.run.backward_starts(roots, scaled)
         for check in self._checks:
             check.backward_starts(roots, scaled)
+
+    def _pause(self) -> None:
+        for check in self._checks:
+            check.paused()
 
     def _progress(self, call: Call) -> None:
         if call.index % 256 == 0:

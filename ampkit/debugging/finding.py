@@ -97,7 +97,7 @@ class Cause:
     limit: float | None = None
     is_exact: bool = False  # the result is the same if its inputs are also computed in float64
     is_of_data: bool = False  # the data overflows, so no precision helps
-    is_number: bool = False  # a number written in the code is rounded
+    is_number: bool = False  # numbers written in the code are the reason: one is rounded, or two masks are added
     is_minus_inf: bool = False  # the inputs have -inf and no inf
 
 

@@ -27,6 +27,8 @@ next_sequence_number: Any = private("_C._autograd._get_sequence_nr")
 set_version: Any = private("_C._autograd._unsafe_set_version_counter")
 negative_view: Any = private("_neg_view")  # returns a view of the same memory with the negative bit set
 
+without_modes: Any = private("utils._python_dispatch._disable_current_modes")  # a context without any dispatch mode
+
 _storage_of: Any = private("UntypedStorage._new_with_weak_ptr")
 private("UntypedStorage._cdata")
 private("Tensor._is_zerotensor")

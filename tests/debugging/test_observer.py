@@ -1,5 +1,6 @@
 """Operators that no tool observes, bad arguments of the tools, and that no hook stays registered."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch.optim import optimizer as optimizer_hooks  # pyright: ignore[reportAt
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ampkit import GradScaler
-from ampkit.debugging import Examination, examine
+from ampkit.debugging import Examination, NonFiniteError, examine
 from ampkit.debugging.checks import LoopOrder
+from ampkit.debugging.finding import Report
+from ampkit.debugging.observe import observer
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import Iterations
 
@@ -136,3 +139,34 @@ def test_a_torch_without_the_callback_of_compiled_functions_is_an_error(monkeypa
     monkeypatch.delattr(eval_frame, "_callback_from_stance")
     with pytest.raises(ImportError, match="_callback_from_stance"):
         Examination().__enter__()
+
+
+def _seen_in(examination: Examination, factor: float) -> tuple[list[int], Report]:
+    """Return the steps whose operators are observed, if the loss of step 60 is multiplied by a factor."""
+    model, seen = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with examination as report:
+        for step in range(160):
+            if _get_current_dispatch_mode_stack():
+                seen.append(step)
+            loss = model(torch.ones(1, 2)).square().sum() * (factor if step == 60 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return seen, report
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_some_steps_of_a_long_run_are_observed(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them the loss is observed: one that is not finite is reported, and operators are observed again."""
+    monkeypatch.setattr(observer, "_FULL_OPERATORS", 0)
+    seen, report = _seen_in(Examination(), math.inf if fault else 1.0)
+    expected = [*range(32), *range(128, 144), *(range(61, 77) if fault else ())]
+    assert seen == sorted(expected)
+    assert [len(losses) for losses in report.losses.values()] == [160]
+    assert report.steps == 160
+    assert f"the operators of {160 - len(expected)} of 160 steps" in report.not_checked[0]
+    assert ["--from-step 60" in text for text in report.not_checked[1:]] == [True] * bool(fault)
+    assert not _get_current_dispatch_mode_stack()
+    with pytest.raises(NonFiniteError, match="step 60"):  # which observes all
+        _seen_in(Examination(on_nonfinite="raise"), math.inf)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Grade
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 from ampkit.debugging.observe.rerun import float64_results
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.tensor_values import extremes, largest_finite
@@ -32,6 +33,9 @@ class Casts(Check):
     def __init__(self, run: Observer, add: Add) -> None:
         super().__init__(run, add)
         self._coarse: StorageMap[bool] = StorageMap()  # results that lie on few numbers
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase == "forward"
 
     def operator_ran(self, call: Call) -> None:
         base, output = call.op.base, call.result

@@ -17,8 +17,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampkit.debugging.finding import Cause, Finding, Fix, Grade, Place
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
+from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque
 
@@ -64,8 +66,18 @@ class Check:
     def opened(self, stack: ExitStack) -> None:
         """Register hooks, which `stack` removes."""
 
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        """Return whether the check needs an operator in a phase. Called once for each."""
+        return True
+
     def operator_ran(self, call: Call) -> None:
         """Check an operator that has just run."""
+
+    def paused(self) -> None:
+        """Drop the tensors that it follows: operators are not observed from now on."""
+        for value in vars(self).values():
+            if isinstance(value, StorageMap):
+                value.clear()
 
     def backward_starts(self, roots: Sequence[Tensor], scaled: bool) -> None:
         """Check a backward that is about to run from these tensors; `scaled`: a scaler scaled the loss."""

@@ -17,7 +17,7 @@ from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.tensor_values import nonfinite_elements
 from ampkit.debugging.torch_private import LoaderIterator, is_opaque
 
-_LARGE_NUMBER = 1e4
+LARGE_NUMBER = 1e4
 _OUTLIER = 1e6  # times the median: values of data that no precision suits
 
 
@@ -55,7 +55,7 @@ class Data:
     def blamed(self, call: Call, kind: str) -> str:
         """Return the reason why the data overflows in a call; "" if it does not."""
         computed = not torch.is_grad_enabled() or any(each.requires_grad for each in call.tensors)
-        computed |= any(abs(number) > _LARGE_NUMBER for number in call.scalars)  # the code's own number overflows
+        computed |= any(abs(number) > LARGE_NUMBER for number in call.scalars)  # the code's own number overflows
         if kind == "overflow" and call.phase == "forward" and not computed:
             return "no parameter took part in it: it arrived with the data"
         if kind not in ("overflow", "intermediate", "undefined", "from inf", "rounded"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampkit.debugging.checks import causes
 from ampkit.debugging.checks.check import Add, Check
-from ampkit.debugging.checks.data import Data
+from ampkit.debugging.checks.data import LARGE_NUMBER, Data
 from ampkit.debugging.checks.origins import Event, Origin, find_origins, masked
 from ampkit.debugging.checks.replay import explain, zero_producer
 from ampkit.debugging.finding import Cause, Finding, Operand
@@ -37,7 +37,7 @@ class _Input(NamedTuple):
 
     before: Tensor  # its values as they were before the call
     tensor: Tensor
-    writers: tuple[int, ...] | None  # the events that wrote it; None: it was there before the step
+    writers: tuple[int, ...]  # the stored events that wrote it, in this step or before
 
 
 class NonFinite(Check):
@@ -49,7 +49,8 @@ class NonFinite(Check):
         super().__init__(run, add)
         self._data = Data(run)
         self._events: dict[int, Event] = {}  # of this step: non-finite ones, and their readers
-        self._writers: StorageMap[tuple[int, ...]] = StorageMap()  # by storage: the events that wrote it
+        self._writers: StorageMap[tuple[int, ...]] = StorageMap()  # by storage: the stored events that wrote it
+        self._empty: StorageMap[tuple[Call, tuple[int, ...]]] = StorageMap()  # not written yet: who made it, of which
         self._replays: dict[tuple[str, str, int, str], int] = {}  # number of replays, by operator, line and phase
         self._next = 0  # index of the next event
         self._skipped: set[int] = set()  # the non-finite events of the last step that a scaler skipped
@@ -59,16 +60,18 @@ class NonFinite(Check):
 
     def operator_ran(self, call: Call) -> None:
         op = call.op
+        is_finite = all(math.isfinite(high - low) for low, high in call.ranges)
+        if is_finite and not self._events:
+            self._note_writer(call)
+            return
         if call.starts_backward:
-            for index in self._writers_of(call.tensors[0]) or ():
-                if index in self._events:
-                    self._events[index].role = "loss"
-        read: list[Tensor] = [] if op.shape_only else list(call.tensors)
+            for event in self._events_of(self._writers_of(call.tensors[0])):
+                event.role = "loss"
+        read = [] if op.shape_only else call.tensors
         if op.overwrites:
-            written = op.written(call.args, call.kwargs)
-            read = [tensor for tensor in read if not any(tensor is other for other in written)]
+            read = [each for each in read if not any(each is other for other in call.written)]
         inputs = [_Input(call.before.get(id(each), each), each, self._writers_of(each)) for each in read]
-        indices = {index for each in inputs for index in each.writers or () if index in self._events}
+        indices = {event.index for each in inputs for event in self._events_of(each.writers)}
         if not call.outputs:  # a comparison, an index, or a number on the host
             indices = {index for index in indices if not self._events[index].scalar}  # loops often check a loss
             if indices and isinstance(call.result, Tensor) and call.result.dtype is torch.bool:
@@ -77,21 +80,15 @@ class NonFinite(Check):
             return
         event = self._new_event(call.phase, indices)
         event.scalar = all(output.numel() == 1 for output in call.outputs)
-        if op.takes_storage:
-            return  # an operator that reads it finds a tensor that was there before
-        for output in call.outputs:
-            self._note_writer(output, event.index, call)
-        if op.uninitialized or op.communicates:
-            # The values are not there yet: memory that is not written, or a message. The first reader checks them.
-            finding = self._begin_finding(event, call, call.outputs[0])
-            finding.cause = causes.UNINITIALIZED if op.uninitialized else causes.RECEIVED
+        if is_finite and (op.is_empty or not indices):
+            self._note_writer(call, inputs=event.inputs)
             return
+        self._note_writer(call, event.index)
+        self._events[event.index] = event  # it may mask a non-finite value
         for low, high in call.ranges:
             event.note_range(low, high)
         if event.nonfinite:
             self._explain(event, call, inputs)
-        elif indices:
-            self._events[event.index] = event  # it may mask a non-finite value
 
     def step_ended(self, optimizer: Any, *, complete: bool = True) -> None:
         if optimizer is None and complete:
@@ -150,24 +147,40 @@ class NonFinite(Check):
         for name, parameter in [pair for root in self.run.modules.roots() for pair in root.named_parameters()]:
             if parameter.grad is None or is_opaque(parameter.grad):
                 continue
-            for index in self._writers_of(parameter.grad) or ():
-                event = self._events.get(index)
-                if event is not None and event.nonfinite:
+            for event in self._events_of(self._writers_of(parameter.grad)):
+                if event.nonfinite:
                     event.role = event.role or "gradient"
                     event.known.parameter = event.known.parameter or name
 
     # --- the operators that wrote a tensor
 
-    def _writers_of(self, tensor: Tensor) -> tuple[int, ...] | None:
-        """Return the events that wrote a tensor of floats; None for a tensor that was there before."""
-        return self._writers.get(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
+    def _writers_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the stored events that wrote a tensor of floats."""
+        return (self._writers.get(tensor) or ()) if tensor.is_floating_point() or tensor.is_complex() else ()
 
-    def _note_writer(self, tensor: Tensor, index: int, call: Call) -> None:
-        """Note the event that wrote a tensor; a write to a part of a storage adds to the writers of the rest."""
-        earlier: tuple[int, ...] = ()
-        if call.op.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
-            earlier = tuple(writer for writer in self._writers_of(tensor) or () if writer in self._events)
-        self._writers.set(tensor, (*earlier, index))
+    def _events_of(self, writers: tuple[int, ...]) -> list[Event]:
+        """Return the events of this step among these."""
+        return [self._events[index] for index in writers if index in self._events]
+
+    def _note_writer(self, call: Call, index: int | None = None, inputs: tuple[int, ...] = ()) -> None:
+        """Note that a call wrote its outputs, and its event, if that is stored.
+
+        A write to a part of a storage adds to the writers of the rest.
+        """
+        if call.op.takes_storage:
+            return  # an operator that reads it finds a tensor that was there before
+        for tensor in call.outputs if index is not None or self._writers or self._empty or call.op.is_empty else ():
+            is_part = call.op.mutable and tensor.nbytes < tensor.untyped_storage().nbytes()
+            writers = tuple(each.index for each in self._events_of(self._writers_of(tensor))) if is_part else ()
+            if index is not None:
+                writers = (*writers, index)
+            if not is_part:
+                self._writers.discard(tensor)
+                self._empty.discard(tensor)
+            if writers:
+                self._writers.set(tensor, writers)
+            if call.op.is_empty:
+                self._empty.set(tensor, (call, inputs))
 
     def _new_event(self, phase: str, inputs: Iterable[int] = ()) -> Event:
         self._next += 1
@@ -190,7 +203,7 @@ class NonFinite(Check):
 
     def _add_input(self, tensor: Tensor, call: Call) -> tuple[int, ...]:
         """Add an event for a tensor from before the step that a call reads; no event if it cannot be read."""
-        if next(readable([tensor]), None) is None:
+        if not readable([tensor]):
             return ()
         event = self._new_event("before")
         self._writers.set(tensor, (event.index,))
@@ -210,21 +223,21 @@ class NonFinite(Check):
         outputs, before = call.outputs, call.arguments()
         finding = self._begin_finding(event, call, outputs[0])
         self._note_parameter(event, call)
-        if any(index in self._skipped for each in inputs for index in each.writers or ()):
+        if any(index in self._skipped for each in inputs for index in each.writers):
             finding.cause = causes.SKIPPED
             return
         if call.op.literal or causes.writes_nonfinite(before):
             finding.cause = causes.CONSTANT
             return
         first = next(i for i, (low, high) in enumerate(call.ranges) if not math.isfinite(high - low))
-        finding.elements = nonfinite_elements(outputs[first])
+        output = outputs[first]
         if call.op.on_lists:
             before, outputs = item_of(before, first, len(outputs)), [outputs[first]]
         arguments = {id(tensor) for tensor in tensors_in(before)}
         inputs = [each for each in inputs if id(each.before) in arguments]
         kinds: set[str] = set()  # of the inputs
         for each in inputs:
-            if next(readable([each.before]), None) is None:
+            if not readable([each.before]):
                 continue
             low, high = extremes(each.before)
             if not math.isfinite(high - low):
@@ -233,6 +246,7 @@ class NonFinite(Check):
         is_new = call.phase == "forward" and kinds == {"-inf"} and "inf" in event.nonfinite  # next to a mask
         if "nan" in kinds or (kinds and "nan" not in event.nonfinite and not is_new):
             return  # propagated from an input
+        finding.elements = nonfinite_elements(output)
         finding.inputs = tuple(
             Operand(
                 dtype_name(each.before.dtype),
@@ -255,12 +269,14 @@ class NonFinite(Check):
             self._replays[place] = replays + 1
             self._replay(finding, event)
         text = "" if event.is_mask else self._data.blamed(call, cause.kind)
-        if text:
+        if cause.kind == "overflow" and _adds_masks(call, inputs):
+            finding.cause = replace(cause, text=f"{cause.text}; it is the sum of two masks", is_number=True)
+        elif text:
             finding.cause = replace(finding.cause, text=f"{finding.cause.text}; {text}", is_of_data=True)
 
     def _replay(self, finding: Finding, event: Event) -> None:
         """Find the calls that rounded the operands of the last call, which is undefined for them."""
-        recorded = self.run.tape.calls[-1]
+        recorded = self.run.tape.last()
         explanation = explain(recorded)
         finding.rounding_sources = tuple(
             replace(self.run.place(source.call), dtype=dtype_name(source.dtype)) for source in explanation.sources
@@ -275,16 +291,19 @@ class NonFinite(Check):
 
     def _origin_of(self, argument: _Input, low: float, high: float, call: Call, reader: int) -> tuple[int, ...]:
         """Return the event that explains a non-finite input; none if a writer is already non-finite."""
-        writers = [self._events[index] for index in argument.writers or () if index in self._events]
-        if any(writer.nonfinite for writer in writers):
+        if any(writer.nonfinite for writer in self._events_of(argument.writers)):
             return ()
-        for writer in writers:
-            if writer.kind in ("uninitialized", "received"):
-                writer.note_range(low, high)
-                if any(index in self._events and self._events[index].nonfinite for index in writer.inputs):
-                    writer.known.cause = causes.PROPAGATED  # this rank sent a non-finite value itself
-                return (writer.index,)
         latest = self._writers.get(argument.tensor)
+        made = self._empty.get(argument.tensor)
+        if made is not None:
+            writer = self._new_event(made[0].phase, made[1])
+            cause = causes.UNINITIALIZED if made[0].op.uninitialized else causes.RECEIVED
+            self._begin_finding(writer, made[0], argument.tensor).cause = cause
+            writer.note_range(low, high)
+            if any(index in self._events and self._events[index].nonfinite for index in writer.inputs):
+                writer.known.cause = causes.PROPAGATED  # this rank sent a non-finite value itself
+            self._writers.set(argument.tensor, (writer.index, *(latest or ())))
+            return (writer.index,)
         origin = self._add_input(argument.tensor, call)
         for index in origin:
             self._events[index].note_range(low, high)
@@ -300,7 +319,8 @@ class NonFinite(Check):
             return
         if not call.op.writes:
             return
-        buffers = {id(buffer) for root in self.run.modules.roots() for buffer in root.buffers()}
+        roots = () if call.op.mutable else self.run.modules.roots()  # batch norm writes its buffers
+        buffers = {id(buffer) for root in roots for buffer in root.buffers()}
         for output, (low, high) in zip(call.outputs, call.ranges, strict=True):
             if math.isfinite(high - low):
                 continue
@@ -328,6 +348,14 @@ def _is_mask(call: Call, cause: Cause) -> bool:
     if cause.kind != "overflow" or cause.limit is None or any(each.requires_grad for each in call.tensors):
         return False
     return any(abs(number) > cause.limit for number in call.scalars)
+
+
+def _adds_masks(call: Call, inputs: list[_Input]) -> bool:
+    """Return whether a call adds two masks: their elements are 0 or large negative numbers of the code."""
+    ranges = [extremes(each.before) for each in inputs if readable([each.before]) and not each.before.requires_grad]
+    return (
+        call.op.base == "add" and len(ranges) == 2 and all(low <= -LARGE_NUMBER and high <= 0 for low, high in ranges)
+    )
 
 
 def _symptom(event: Event) -> str:

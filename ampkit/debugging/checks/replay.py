@@ -232,7 +232,7 @@ class _Search:
     def _source(self, index: int, share: float) -> RoundingSource:
         recorded = self._calls[index]
         dtype = next((view.dtype for view in recorded.outputs if view.is_float), torch.float32)
-        scalar = next((each for each in recorded.call.scalars if float(torch.tensor(each, dtype=dtype)) != each), None)
+        scalar = next((each for each in recorded.scalars if float(torch.tensor(each, dtype=dtype)) != each), None)
         return RoundingSource(recorded.call, dtype, share, scalar)
 
     def _text(self, source: RoundingSource) -> tuple[str, bool]:
@@ -371,7 +371,7 @@ class _Search:
 
 def _moves(recorded: Recorded) -> bool:
     """Return whether all results of a call are elements of its operands."""
-    return not recorded.call.scalars and _MOVES.fullmatch(recorded.call.op.base) is not None
+    return not recorded.scalars and _MOVES.fullmatch(recorded.call.op.base) is not None
 
 
 def _rounds(recorded: Recorded, dtype: torch.dtype) -> bool:

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from ampkit.containers import map_tensors
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Grade, Place
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_properties import properties_of
+from ampkit.debugging.observe.operator_properties import OperatorProperties, properties_of
 from ampkit.debugging.observe.rerun import can_run_again, run_in_float64
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque
@@ -90,6 +90,9 @@ class ScaledNumbers(Check):
             if known is not None and is_wrong(known.degree):
                 self.found(known.made, "error", Cause("scaled", why), what, _FIX)
                 break
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase != "optimizer"
 
     def operator_ran(self, call: Call) -> None:
         if call.phase == "scaler":

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Place
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.call_sites import Caller
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque
 from ampkit.dtypes import SIXTEEN_BIT
@@ -45,6 +46,9 @@ class StaleCasts(Check):
         self._weights: StorageMap[_Weight] = StorageMap()
         self._casts: StorageMap[_Cast] = StorageMap()
         self._found: set[int] = set()
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase == "forward" or op.mutable or op.base == "_to_copy"
 
     def operator_ran(self, call: Call) -> None:
         outputs = call.outputs

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.torch_private import is_opaque, storage_key
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
@@ -34,6 +35,9 @@ class StateInPlace(Check):
         super().__init__(run, add)
         self._rounded: StorageMap[_Rounded] = StorageMap()
         self._storages: dict[int, int] = {}  # of parameters in the last step, by identity
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase == "forward" and op.base in ("copy", "_to_copy")
 
     def operator_ran(self, call: Call) -> None:
         if call.phase != "forward" or not call.outputs:

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Grade
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_properties import converted_arguments, item_of, tensors_in
+from ampkit.debugging.observe.operator_properties import OperatorProperties, converted_arguments, item_of, tensors_in
 from ampkit.debugging.observe.rerun import float64_results
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.dtypes import SIXTEEN_BIT
@@ -69,6 +69,9 @@ class Sums(Check):
         self._sums: StorageMap[_Sum] = StorageMap()
         self._found: dict[Site, tuple[float, dict[str, Any]]] = {}  # the share of the added numbers that is missing
         self._accumulations: dict[Site, int] = {}  # calls of operators that accumulate
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase == "forward" or op.mutable or op.base in _ACCUMULATES
 
     def operator_ran(self, call: Call) -> None:
         outputs, base = call.outputs, call.op.base

@@ -23,9 +23,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampkit.debugging.checks.check import Add, Check, is_plain
 from ampkit.debugging.finding import Cause, Grade, Place
 from ampkit.debugging.observe.autograd_graph import leaves_from
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.call_sites import Caller
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
 from ampkit.debugging.torch_private import is_opaque, storage_key
@@ -95,6 +96,9 @@ class Trained(Check):
             return enter(region)
 
         return noted
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase in ("forward", "backward")
 
     def operator_ran(self, call: Call) -> None:
         if call.phase != "forward":

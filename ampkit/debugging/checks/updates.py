@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check, is_plain, sample
 from ampkit.debugging.finding import Cause, Grade, Place
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
-from ampkit.debugging.observe.operator_properties import item_of, tensors_in
+from ampkit.debugging.observe.operator_properties import OperatorProperties, item_of, tensors_in
 from ampkit.debugging.observe.rerun import float64_results, run_in_float64
 from ampkit.debugging.observe.storage_map import StorageMap
 from ampkit.debugging.observe.training_loop import calling_place
@@ -90,6 +90,9 @@ class Updates(Check):
         self._place = Place()
 
     # --- gradients that are 0
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return phase == "backward" or (phase == "optimizer" and op.mutable)
 
     def operator_ran(self, call: Call) -> None:
         if call.phase == "optimizer" and call.op.mutable and self._stepping:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ampkit.debugging.checks.check import Add, Check
 from ampkit.debugging.finding import Cause, Place
-from ampkit.debugging.observe.call import Call
+from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.operator_properties import OperatorProperties
 from ampkit.debugging.observe.rerun import float64_results
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 
@@ -29,6 +30,9 @@ class Zeros(Check):
         super().__init__(run, add)
         self._hook_errors: dict[tuple[int, int], list[float]] = {}  # of the user's casts in backward, by 2-norm
         self._hook_places: dict[tuple[int, int], Place] = {}
+
+    def observes(self, op: OperatorProperties, phase: Phase) -> bool:
+        return op.base in _MAKE_SMALL if phase == "forward" else phase == "backward" and op.base == "_to_copy"
 
     def operator_ran(self, call: Call) -> None:
         if not call.outputs or not call.ranges:

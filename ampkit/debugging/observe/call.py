@@ -25,14 +25,19 @@ class Call:
     module: ModuleCall | None  # the innermost module that runs
     caller: Caller
     backward_number: int = -1  # in backward: the node's sequence number, equal to its forward operator's
-    scalars: tuple[float, ...] = ()  # Python floats among its arguments
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     tensors: Sequence[Tensor] = ()  # all among its arguments
+    written: Sequence[Tensor] = ()  # of these, the ones that it writes
     before: dict[int, Tensor] = field(default_factory=dict)  # copies of the tensors that it writes, by identity
     result: Any = None
-    outputs: list[Tensor] = field(default_factory=list)  # the results that can be read
+    outputs: Sequence[Tensor] = ()  # the results that can be read
     ranges: Sequence[tuple[float, float]] = ()  # smallest and largest value of each output; () if memory is not written
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        """The Python floats among its arguments."""
+        return tuple([each for each in (*self.args, *self.kwargs.values()) if type(each) is float])
 
     @property
     def site(self) -> tuple[int, int]:
@@ -52,5 +57,6 @@ class Call:
 
     def release(self) -> None:
         """Drop all tensors."""
-        self.args, self.kwargs, self.tensors, self.before = (), {}, (), {}
-        self.result, self.outputs = None, []
+        self.args, self.kwargs, self.before = (), {}, {}
+        self.tensors = self.written = self.outputs = ()
+        self.result = None

@@ -64,6 +64,7 @@ class Caller(NamedTuple):
         return relative(self.code.co_filename), next(lines, self.code.co_firstlineno)
 
 
+@functools.cache
 def relative(filename: str) -> str:
     """Return a file's name, relative to the working directory if it is below it."""
     return filename.removeprefix(os.path.join(os.getcwd(), ""))

@@ -19,7 +19,7 @@ from torch.nn import Module, Parameter
 
 from ampkit.debugging.finding import Losses, Place
 from ampkit.debugging.observe.call import Call, Phase
-from ampkit.debugging.observe.call_sites import ModuleCalls, find_caller
+from ampkit.debugging.observe.call_sites import Caller, ModuleCalls, find_caller
 from ampkit.debugging.observe.operator_properties import OperatorProperties, properties_of, readable, tensors_in
 from ampkit.debugging.observe.tape import Tape
 from ampkit.debugging.observe.tensor_values import extremes
@@ -31,10 +31,15 @@ from ampkit.debugging.torch_private import (
     next_sequence_number,
     node_sequence_number,
     storage_key,
+    without_modes,
 )
 from ampkit.dispatch.weight_cache import invalidate_casts
 from ampkit.dtypes import SIXTEEN_BIT, dtype_name
-from ampkit.torch_private import ObserverMode, OpOverload, loaded
+from ampkit.torch_private import ObserverMode, OpOverload, dispatch_modes, loaded, n_dispatch_modes
+
+# After this many steps and operators, operators are observed in `_BURST` of each `_PERIOD` steps.
+_FULL_STEPS, _FULL_OPERATORS = 32, 1 << 14
+_BURST, _PERIOD = 16, 128
 
 
 class _Thread(threading.local):
@@ -62,9 +67,12 @@ class Observer(ObserverMode):
         self.modules = ModuleCalls(model)
         self.loop = TrainingLoop()
         self.loop.silently, self.loop.step_starts, self.loop.step_ended = self.silently, self._starts, self._ended
+        self.loop.step_follows = self._schedule
         self.tape = Tape()  # of the step's operators, recorded for `operator_ran`
         self.first_step = from_step
         self.begun = False  # operators are observed
+        self.unobserved = 0  # steps without, after the first with them
+        self.missed: int | None = None  # the first of these whose loss is inf or NaN
         self.compiled = False  # compiled functions ran
         self.scale: float | None = None  # the loss scale, if a scaler takes part
         self.losses: Losses = {}
@@ -79,6 +87,11 @@ class Observer(ObserverMode):
         self.on_step_starts: Callable[[Any, bool], None] = lambda optimizer, closure: None
         self.on_step_ended: Callable[[Any], None] = lambda optimizer: None
         self.on_step_counted: Callable[[], None] = lambda: None  # the next step begins
+        self.on_pause: Callable[[], None] = lambda: None  # operators are not observed from now on
+        self._has_paused = False
+        self.full_until: float = from_step + _FULL_STEPS  # the first step whose operators may be omitted
+        self._skips = 0  # skips of the loop before the last step
+        self._reports: dict[tuple[OperatorProperties, Phase], list[Callable[[Call], None]]] = {}  # of `operator_ran`
         self._needs_operators = needs_operators
         self._paused = False  # the operators belong to a check
         self._in_optimizer = self._backward_seen = self._unscaled = False
@@ -86,11 +99,12 @@ class Observer(ObserverMode):
         self._forward: dict[int, Call] = {}  # by sequence number, of this step and of the last one
         self._forward_before: dict[int, Call] = {}
         self._thread = _Thread()
-        self._open = ExitStack()
+        self._open, self._observing = ExitStack(), ExitStack()
 
     def __enter__(self) -> Observer:
         with ExitStack() as stack:
             stack.enter_context(self.loop)
+            stack.callback(lambda: self._observing.close())
             if self.first_step == 0:
                 self._begin(stack)
             self._open = stack.pop_all()
@@ -101,16 +115,56 @@ class Observer(ObserverMode):
 
     def _begin(self, stack: ExitStack) -> None:
         """Observe operators from now on; before, only steps are counted."""
-        self.begun = True
         if not self._needs_operators:
+            self.begun = True
             return
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._watch_compiled(stack)
-        stack.enter_context(self.modules.tracked())
+        self._resume()
+
+    def _resume(self) -> None:
+        """Enter the dispatch mode."""
+        self.begun, self._has_paused = True, False
         self._thread = _Thread()
-        super().__enter__()
-        stack.callback(super().__exit__, None, None, None)
+        with ExitStack() as stack:
+            stack.enter_context(self.modules.tracked())
+            super().__enter__()
+            stack.callback(super().__exit__, None, None, None)
+            self._observing = stack.pop_all()
         invalidate_casts()  # cached casts are computed again, so that they are observed
+
+    def _schedule(self) -> None:
+        """Decide whether the operators of the next step are observed: in all of the first steps, then in some of them.
+
+        The mode is exited only if it is the innermost one, and entered only if there is none.
+        """
+        if self.step < self.first_step or not self._needs_operators:
+            return
+        if not self.begun and not self._has_paused:
+            self._begin(self._open)
+        if self.loop.skips > self._skips or self.missed == self.step - 1:
+            self.full_until = max(self.full_until, self.step + _BURST)
+        self._skips = self.loop.skips
+        observes = self.step < self.full_until or self.count < _FULL_OPERATORS or self.step % _PERIOD < _BURST
+        if observes and not self.begun and not n_dispatch_modes():
+            self._resume()
+        elif not observes and self.begun and dispatch_modes() == [self] and current_node() is None:
+            self._observing.close()
+            self.begun, self._has_paused = False, True
+            self.on_pause()
+
+    def backward_starts(self, roots: list[Tensor], scaled: bool) -> None:
+        """Note the loss of a step whose operators are not observed, and observe them again after inf or NaN."""
+        self.computed |= self.step >= self.first_step
+        losses = [each for each in readable(roots) if each.numel() == 1 and not self.begun and self.computed]
+        for loss in losses[:1]:
+            scaler = self.loop.scaler if scaled else None
+            value = float(loss.detach()) / (1.0 if scaler is None else scaler.get_scale())
+            if not math.isfinite(value) and all(
+                math.isfinite(each) for x in self.losses.values() for each in x.values()
+            ):
+                self.missed = self.step
+            self._note_loss(value, find_caller(1))
 
     def _watch_compiled(self, stack: ExitStack) -> None:
         """Note calls of compiled functions: each gets its callback from the stance."""
@@ -129,7 +183,8 @@ class Observer(ObserverMode):
         """Return a context in which operators are not observed."""
         before, self._paused = self._paused, True
         try:
-            yield
+            with without_modes():
+                yield
         finally:
             self._paused = before
 
@@ -222,7 +277,6 @@ class Observer(ObserverMode):
         if any(map(is_opaque, tensors)):
             return func(*args, **kwargs)
         call.args, call.kwargs, call.tensors = args, kwargs, tensors
-        call.scalars = tuple([argument for argument in (*args, *kwargs.values()) if type(argument) is float])
         if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
             self._note_scale()
         if self._was_skipped(call):
@@ -239,20 +293,28 @@ class Observer(ObserverMode):
         self.computed |= call.phase == "backward" or (
             call.phase == "forward" and (call.module is not None or self.step == 0)
         )
-        if op.writes and not op.overwrites and not op.communicates:
-            call.before = {id(tensor): tensor.clone() for tensor in op.written(args, kwargs)}
+        if op.writes:
+            call.written = op.written(args, kwargs)
+            if not (op.overwrites or op.communicates):
+                call.before = {id(tensor): tensor.clone() for tensor in call.written}
         call.result = result = op.func(*args, **kwargs)
         if self.operator_ran:
             self.tape.record(call)
         if call.starts_backward:
-            self._note_loss(call)
-        call.outputs = list(readable(op.outputs(result, args, kwargs)))
-        if not (op.takes_storage or op.uninitialized or op.communicates):
+            self._note_loss(float(call.tensors[0].detach()) / (self.scale or 1.0), call.caller)
+        results = [result] if type(result) is Tensor else tensors_in(result)
+        call.outputs = readable(
+            {id(each): each for each in (*results, *call.written)}.values() if op.writes else results
+        )
+        if not op.is_empty:
             call.ranges = [extremes(output) for output in call.outputs]
         for output in call.outputs:
             if output.dtype in SIXTEEN_BIT:
                 self.low.setdefault((call.site, call.module and call.module.name), call)
-        for report in self.operator_ran:
+        reports = self._reports.get((op, call.phase))
+        if reports is None:
+            reports = self._reports[op, call.phase] = [each for each in self.operator_ran if _observes(each, call)]
+        for report in reports:
             report(call)
         return result
 
@@ -274,11 +336,10 @@ class Observer(ObserverMode):
                 call.caller = forward.caller  # the stack leads to backward(), not to the caller of the checkpoint
         return call
 
-    def _note_loss(self, call: Call) -> None:
+    def _note_loss(self, loss: float, caller: Caller) -> None:
         self.backwards += 1
-        loss = float(call.tensors[0].detach()) / (self.scale or 1.0)
         self.last_loss = loss if math.isfinite(loss) else self.last_loss
-        self.losses.setdefault(call.caller.line(), {})[self.step] = loss
+        self.losses.setdefault(caller.line(), {})[self.step] = loss
 
     # --- steps
 
@@ -289,9 +350,9 @@ class Observer(ObserverMode):
 
     def _ended(self, optimizer: Any) -> None:
         self._in_optimizer = False
+        self.unobserved -= self.step * self._has_paused
         self._step_ended(optimizer)
-        if not self.begun and self.step >= self.first_step:
-            self._begin(self._open)
+        self.unobserved += self.step * self._has_paused
 
     def _note_scale(self) -> None:
         scaler = self.loop.scaler
@@ -325,3 +386,9 @@ class Observer(ObserverMode):
         self._forward_before, self._forward = self._forward, {}
         self.tape.clear()
         self.on_step_counted()
+
+
+def _observes(report: Any, call: Call) -> bool:
+    """Return whether a check observes such calls; a function that is not of a check observes all of them."""
+    observes = getattr(getattr(report, "__self__", None), "observes", None)
+    return observes is None or observes(call.op, call.phase)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class OperatorProperties:
         # It reads a tensor's shape but none of its values.
         self.shape_only = base.endswith("_like") or base.startswith("new_")
         self.communicates = self.name.partition("::")[0] in _COMMUNICATION
+        self.is_empty = self.takes_storage or self.uninitialized or self.communicates  # the values are not there yet
         # An operator with a kernel of its own, such as `silu_backward`, gives other bits if it is decomposed.
         has_own = any(has_kernel(self.name, device) for device in ("CPU", "CUDA"))
         self.composite = is_composite(func) and not has_own and not self.name.startswith("profiler::")
@@ -75,6 +76,8 @@ class OperatorProperties:
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Return the tensors that a call writes to."""
+        if not self.writes:
+            return []
         return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes])
 
     def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -128,11 +131,13 @@ def item_of(arguments: Any, index: int, count: int) -> Any:
     return tuple(map(part, args)), {key: part(value) for key, value in kwargs.items()}
 
 
-def readable(tensors: list[Tensor]) -> Iterator[Tensor]:
+def readable(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors with floating-point or complex values that can be read."""
-    for tensor in tensors:
-        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and not is_opaque(tensor):
-            yield tensor
+    return [
+        each
+        for each in tensors
+        if (each.is_floating_point() or each.is_complex()) and each.numel() and not is_opaque(each)
+    ]
 
 
 def converted_arguments(

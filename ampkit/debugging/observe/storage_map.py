@@ -39,6 +39,14 @@ class StorageMap(Generic[T]):
             self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
             self._limit = _SPARE + 2 * len(self._entries)
 
+    def __bool__(self) -> bool:
+        """Whether it may have an entry."""
+        return bool(self._entries)
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self._entries.clear()
+
     def discard(self, tensor: Tensor) -> None:
         """Remove the value of a tensor's storage."""
         self._entries.pop(storage_key(tensor), None)

@@ -21,6 +21,7 @@ from ampkit.debugging.torch_private import StorageWeakRef, is_opaque, negative_v
 
 _SMALL = 4096  # bytes of a storage that is always saved
 _BUDGET = 1 << 26  # bytes that are saved in all
+_MAX_ALIASED = 1 << 24  # bytes of the tensors of calls whose storages are not noted yet
 _MAX_CALLS = 8192  # maximum number of calls on the tape; then the earlier half is dropped
 
 
@@ -84,6 +85,11 @@ class Recorded:
         self.results: list[View | None] = []  # None for an argument, and for a tensor that cannot be read
 
     @property
+    def scalars(self) -> list[float]:
+        """The Python floats among its arguments."""
+        return [argument for argument in (*self.args, *self.kwargs.values()) if type(argument) is float]
+
+    @property
     def outputs(self) -> list[View]:
         """The tensors that it wrote and returned."""
         return [*(after for _, after in self.writes), *(view for view in self.results if view is not None)]
@@ -104,11 +110,23 @@ class Recorded:
         return item
 
 
+class _Entry(NamedTuple):
+    """A call that has run, with aliases of its tensors."""
+
+    call: Call
+    args: Any
+    kwargs: dict[str, Any]
+    before: list[Tensor | None]  # copies of the tensors that it wrote
+    results: list[Tensor]
+
+
 class Tape:
-    """The calls of a step."""
+    """The calls of a step. Their tensors exist until they exceed a number of bytes; then only storages are noted."""
 
     def __init__(self) -> None:
         self.calls: list[Recorded] = []
+        self._entries: list[_Entry] = []  # the later calls, which are not in `calls` yet
+        self._entry_bytes = 0
         self._saved: deque[tuple[Values, int]] = deque()
         self._bytes = 0
         self._values: dict[int, Values] = {}  # by storage, the latest; a weak reference prevents the reuse of a key
@@ -116,9 +134,10 @@ class Tape:
     def clear(self) -> None:
         """Drop all calls: a step has ended."""
         self._drop(len(self.calls))
+        self._entries.clear()
         self._values.clear()
         self._saved.clear()
-        self._bytes = 0
+        self._bytes = self._entry_bytes = 0
 
     def _drop(self, count: int) -> None:
         """Drop the earliest calls, and the references from later ones to them."""
@@ -130,33 +149,56 @@ class Tape:
 
     def record(self, call: Call) -> None:
         """Record a call that has run."""
-        op, result = call.op, call.result
-        args = tuple([self._recorded(value) for value in call.args])
-        recorded = Recorded(call, args, {key: self._recorded(value) for key, value in call.kwargs.items()})
-        limit = _BUDGET if op.random or op.communicates or op.opaque_state else _SMALL
-        written = {storage_key(tensor): tensor for tensor in op.written(call.args, call.kwargs)}
-        for tensor in written.values():
-            before = self._view(tensor)
-            self._save_copy(before, call.before.get(id(tensor)))
-            recorded.writes.append((before, self._view(tensor, recorded, limit)))
-        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            is_new = not (is_opaque(tensor) or (written and storage_key(tensor) in written))
-            recorded.results.append(self._view(tensor, recorded, limit) if is_new else None)
-        if op.uninitialized:
-            for view in recorded.outputs:
-                view.values.producer = None  # the writer may not be observed
-        self.calls.append(recorded)
-        if len(self.calls) > _MAX_CALLS:
-            self._drop(_MAX_CALLS // 2)
+        result = call.result
+        results = [result] if type(result) is Tensor else tensors_in(result)
+        kwargs = {key: _aliased(value) for key, value in call.kwargs.items()} if call.kwargs else {}
+        before = [call.before.get(id(tensor)) for tensor in call.written]
+        aliases = [tensor.detach() for tensor in results]
+        self._entries.append(_Entry(call, [_aliased(value) for value in call.args], kwargs, before, aliases))
+        for tensor in (*before, *results):
+            if tensor is not None and not is_opaque(tensor):
+                self._entry_bytes += tensor.nbytes
+        if self._entry_bytes > _MAX_ALIASED or len(self._entries) > _MAX_CALLS // 2:
+            self._note(_SMALL)
+            if len(self.calls) > _MAX_CALLS:
+                self._drop(_MAX_CALLS // 2)
+
+    def last(self) -> Recorded:
+        """Return the last call, which leads to the earlier ones."""
+        self._note(_BUDGET)
+        return self.calls[-1]
+
+    def _note(self, limit: int) -> None:
+        """Note the storages of the calls in `_entries`, and save the ones of up to `limit` bytes."""
+        for call, args, kwargs, copies, results in self._entries:
+            op = call.op
+            recorded = Recorded(
+                call, tuple(map(self._recorded, args)), {key: self._recorded(kwargs[key]) for key in kwargs}
+            )
+            most = _BUDGET if op.random or op.communicates or op.opaque_state else limit
+            written = {
+                storage_key(tensor): (tensor, copy)
+                for tensor, copy in zip(op.written(args, kwargs), copies, strict=True)
+            }
+            for tensor, copy in written.values():
+                before = self._view(tensor)
+                self._save_copy(before, copy)
+                recorded.writes.append((before, self._view(tensor, recorded, most)))
+            for tensor in results:
+                is_new = not (is_opaque(tensor) or (written and storage_key(tensor) in written))
+                recorded.results.append(self._view(tensor, recorded, most) if is_new else None)
+            if op.uninitialized:
+                for view in recorded.outputs:
+                    view.values.producer = None  # the writer may not be observed
+            self.calls.append(recorded)
+        self._entries.clear()
+        self._entry_bytes = 0
 
     def _recorded(self, value: Any) -> Any:
         """Return an argument with a view instead of each tensor."""
-        cls = type(value)
-        if cls is Tensor or cls is Parameter:
+        if type(value) is Tensor:
             return self._view(value)
-        if cls is list or cls is tuple:
-            return [self._recorded(item) for item in value]
-        return value
+        return [self._recorded(item) for item in value] if type(value) is list else value
 
     def _view(self, tensor: Tensor, producer: Recorded | None = None, limit: int = _SMALL) -> View:
         """Return the view of a tensor; with `producer`, of new values, which are saved if they have `limit` bytes."""
@@ -189,6 +231,16 @@ class Tape:
             dropped, size = self._saved.popleft()
             dropped.storage = dropped.copy = None
             self._bytes -= size
+
+
+def _aliased(value: Any) -> Any:
+    """Return an argument with an alias of each tensor, whose references do not keep autograd from reusing memory."""
+    cls = type(value)
+    if cls is Tensor or cls is Parameter:
+        return value.detach()
+    if cls is list or cls is tuple:
+        return [_aliased(item) for item in value]
+    return value
 
 
 def _views(value: Any) -> Iterator[View]:

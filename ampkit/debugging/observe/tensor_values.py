@@ -12,8 +12,9 @@ from ampkit.dtypes import dtype_name
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
     """Return the smallest and the largest value, in one pass over the tensor; both NaN if the tensor contains NaN."""
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
     return low.item(), high.item()
 
 

@@ -81,6 +81,7 @@ class TrainingLoop:
         self.backward_starts: Callable[[list[Tensor], bool], None] = lambda roots, scaled: None
         self.step_starts: Callable[[Optimizer, bool], None] = lambda optimizer, closure: None
         self.step_ended: Callable[[Optimizer], None] = lambda optimizer: None
+        self.step_follows: Callable[[], None] = lambda: None  # not in `silently`
         self.iterations = Iterations()
         self.scaler: torch.amp.GradScaler | None = None  # the last one that was called
         self.optimizers: list[Optimizer] = []  # that have stepped or cleared gradients
@@ -164,9 +165,10 @@ class TrainingLoop:
                     for generator in around:
                         next(generator, None)
                 result = inner(*args, **kwargs)
-                with self.silently():
-                    for generator in around:
-                        next(generator, None)
+                if around:
+                    with self.silently():
+                        for generator in around:
+                            next(generator, None)
                 return result
             except Exception as error:
                 for each in self.listeners:
@@ -253,6 +255,7 @@ class TrainingLoop:
         self.iterations.step_ended(optimizer)
         with self.silently():
             self.step_ended(optimizer)
+        self.step_follows()
         self.dtypes.clear()
 
     def _region_enters(self, region: Any) -> Iterator[None]:

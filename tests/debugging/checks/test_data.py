@@ -46,6 +46,24 @@ def test_an_outlier_in_the_data() -> None:
     assert "rows of the data" in found.fix.code
 
 
+def test_a_sum_of_two_masks_is_not_blamed_on_the_data() -> None:
+    """As in OPT with left padding: the sum of two finite masks is -inf, and scores below 0 complete a row of -inf."""
+    model, least = nn.Linear(4, 4), torch.finfo(F16).min
+
+    def run() -> None:
+        causal = torch.full((4, 4), least, dtype=F16).triu(1)
+        padding = (1.0 - (torch.arange(4) > 1).to(F16)) * least
+        mask = causal + padding  # overflows
+        with torch.autocast("cpu", F16):
+            loss = (model(torch.ones(4, 4)) - 100.0 + mask).softmax(-1).float().square().sum()
+        loss.backward()
+
+    found = findings(run)[0]
+    assert (found.kind, found.grade, found.place.line) == ("overflow", "error", line_of(__file__, "overflows"))
+    assert "it is the sum of two masks" in found.cause.text
+    assert "clamp" in found.fix.code
+
+
 def test_a_large_number_of_the_code_is_not_the_datas() -> None:
     model = nn.Linear(3, 1)
 

@@ -203,15 +203,16 @@ def test_memory_that_a_kernel_wrote_is_not_computed_again() -> None:
     assert not finding.cause.is_exact
 
 
-def test_a_tape_keeps_no_activations() -> None:
-    """After a forward without gradients, only the small tensors of the step are left."""
-    model, batch = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)), torch.randn(64, 64)
+def test_a_tape_keeps_no_large_activations() -> None:
+    """After a forward without gradients, only the small tensors of the step and a few megabytes are left."""
+    model, batch = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 1)), torch.randn(2048, 64)
     with Observer(model) as run, torch.no_grad():
         run.operator_ran = [lambda call: None]
         model(batch)
+    run.tape.last()
     saved = [view.values.storage for call in run.tape.calls for view in call.outputs]
     assert saved
-    assert sum(storage.nbytes() for storage in saved if storage is not None) < 10_000
+    assert sum(storage.nbytes() for storage in saved if storage is not None) < 1 << 24
 
 
 def test_the_tape_is_kept_in_every_step() -> None:
