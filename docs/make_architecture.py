@@ -3,7 +3,7 @@
 `tests/repository/test_form.py` compares the page with the sources by the same functions, and finds private names of
 torch by `private_names`.
 
-A package is a folder of `ampkit/`, or a module beside the folders; `kernels/ampkit_kernels` is one. It is one layer
+A package is a folder of `ampkit/`, or a module next to the folders; `kernels/ampkit_kernels` is one. It is one layer
 above the highest package that it imports, wherever in its code the import is: at the top, inside a function, or for
 type checkers only.
 """
