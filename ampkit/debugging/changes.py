@@ -86,11 +86,10 @@ class PolicyChange:
 
     def changed_policy(self, policy: Policy) -> Policy:
         """Return a policy with the change. Raises `ValueError` if it has a rule for one of the modules already."""
-        if self.modules is None:
-            return without_float8(policy)
-        models = [self.model] if self.model is not None else _models_with(self.modules) if self.modules else []
+        if not self.modules:
+            return without_float8(policy) if self.modules is None else policy
         precision = self._precision(policy)
-        for model in models if self.modules else ():
+        for model in [self.model] if self.model is not None else _models_with(self.modules):
             policy = policy.for_modules(model, dict.fromkeys(self.modules, precision))
         return policy
 
@@ -363,8 +362,8 @@ def _changes_for_nonfinite(finding: Finding, modules: ModuleCalls) -> Iterator[C
 
 def changeable_paths(modules: ModuleCalls) -> set[str]:
     """Return the paths of modules that a policy can change; none without a model or an ampkit region."""
-    is_possible = modules.region == "ampkit" and modules.model is not None
-    return {path for path, _ in named_paths(modules.model) if path} if is_possible else set()
+    model = modules.model if modules.region == "ampkit" else None
+    return set() if model is None else {path for path, _ in named_paths(model) if path}
 
 
 def module_change(modules: ModuleCalls, device: str, paths: Sequence[str]) -> PolicyChange:
