@@ -155,14 +155,12 @@ class Observer(ObserverMode):
 
     def backward_starts(self, roots: list[Tensor], scaled: bool) -> None:
         """Note the loss of a step whose operators are not observed, and observe them again after inf or NaN."""
-        self.computed |= self.step >= self.first_step
-        losses = [each for each in readable(roots) if each.numel() == 1 and not self.begun and self.computed]
-        for loss in losses[:1]:
+        self.computed |= self._has_paused
+        for loss in [each for each in readable(roots) if each.numel() == 1 and self._has_paused][:1]:
             scaler = self.loop.scaler if scaled else None
             value = float(loss.detach()) / (1.0 if scaler is None else scaler.get_scale())
-            if not math.isfinite(value) and all(
-                math.isfinite(each) for x in self.losses.values() for each in x.values()
-            ):
+            known = (each for losses in self.losses.values() for each in losses.values())
+            if not math.isfinite(value) and all(map(math.isfinite, known)):
                 self.missed = self.step
             self._note_loss(value, find_caller(1))
 
