@@ -321,9 +321,7 @@ def show_overflow(task: Digits | Characters, run: Run, seed: int) -> dict[str, A
     device = next(model.parameters()).device
     scaler = GradScaler(device, init_scale=256.0)
     report = ""
-    print(
-        f"\na fault: in step 2 of 3, in fp16, the gradient of the output of {path} ({type(module).__name__}) overflows"
-    )
+    print(f"\nstep 2 of 3: in fp16, the gradient of the output of {path} ({type(module).__name__}) overflows")
     for step in (1, 2, 3):
         optimizer.zero_grad()
         hook = module.register_forward_hook(_overflow) if step == 2 else None
@@ -334,7 +332,7 @@ def show_overflow(task: Digits | Characters, run: Run, seed: int) -> dict[str, A
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        outcome = "taken" if scaler.stepped(optimizer) else "skipped"
+        outcome = "executed" if scaler.stepped(optimizer) else "skipped"
         print(f"  step {step}  loss {loss.item():.3f}  scale {scaler.get_scale():.0f}  {outcome}")
         report = str(scaler.overflow_report()) if step == 2 else report
     print("scaler.overflow_report():", *report.splitlines(), sep="\n  ")
@@ -386,10 +384,10 @@ def explanation(results: dict[str, Any]) -> str:
     ratios = []
     for name, task in results["tasks"].items():
         single, native, *_ = (statistics.median(run.seconds) for run in task["runs"])
-        ratios.append(f"{native / single:.2f} times for {name}")
-    why = "where layers are small, casting weights and inputs costs what the faster products save"
+        ratios.append(f"{native / single:.2f}x for {name}")
+    why = "with small layers, casts take as long as the faster products save"
     if results["emulated"]:
-        why = f"this device emulates {results['emulated']}, so this says nothing about one that computes in it"
+        why = f"this device emulates {results['emulated']}, so other devices can be faster"
     return f"torch.amp against fp32, in time per step: {', '.join(ratios)}; {why}."
 
 
@@ -495,9 +493,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"\n{name}: {task.title}, {steps} steps; {used}", flush=True)
             train(task, runs, steps, options.seed)
             trained.append((task, runs[-1]))
-        results["fault"] = show_overflow(*trained[0], options.seed)
+        results["overflow"] = show_overflow(*trained[0], options.seed)
     except KeyboardInterrupt:
-        message = f"the measurements so far are in {options.out}" if save(results, options.out) else "no step was taken"
+        message = f"the measurements so far are in {options.out}" if save(results, options.out) else "no step was run"
         print(f"\ninterrupted; {message}", file=sys.stderr)
         return 130
     print_table(results)
@@ -513,7 +511,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of torch.amp and ampkit (default: the faster one of fp16 and bf16 here); fp8 is beside torch.amp in bf16",
+        help="of torch.amp and ampkit (default: the faster of fp16 and bf16 here); with fp8, torch.amp runs in bf16",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator, else cpu)")
     parser.add_argument("--steps", type=int, help="for each model (default: 300 for digits, 400 for gpt)")

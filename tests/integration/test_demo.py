@@ -62,7 +62,7 @@ def test_runs_start_alike_and_see_the_same_batches_in_turn(monkeypatch: pytest.M
     assert [run.record.dtype for run in trained(3, "fp8")] == ["fp32", "bf16", "fp8"]
 
 
-def test_the_digits_are_learned_and_the_fault_is_named(
+def test_the_digits_are_learned_and_the_overflow_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In an eighth of its steps: every run learns, the loss scale grows until steps are skipped, all is recorded."""
@@ -78,13 +78,13 @@ def test_the_digits_are_learned_and_the_fault_is_named(
     assert {len(run[key]) for run in runs for key in ("losses", "seconds")} == {40}
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "in step 2 of 3, in fp16, the gradient of the output of 3 (Conv2d) overflows" in printed
-    assert "first non-finite: 3" in results["fault"]["report"]
+    assert "step 2 of 3: in fp16, the gradient of the output of 3 (Conv2d) overflows" in printed
+    assert "first non-finite: 3" in results["overflow"]["report"]
     steps = [line.split()[-1] for line in printed.splitlines() if line.startswith("  step ") and "scale" in line]
-    assert steps == ["taken", "skipped", "taken"]
+    assert steps == ["executed", "skipped", "executed"]
     assert re.search(r"^  about \d+ s$", printed, re.MULTILINE), "before minutes of training"
-    assert "float16 is emulated and takes 80 times bfloat16's.\n" in printed
-    assert re.search(r"times for digits; this device emulates fp16, so this says nothing about one that", printed)
+    assert "float16 is emulated and takes 80x as long as bfloat16.\n" in printed
+    assert re.search(r"x for digits; this device emulates fp16, so other devices can be faster", printed)
 
 
 def measured(bfloat16: float = 0.5, float16: float = 0.5, native: bool = True) -> dict[str, FormatTime]:
@@ -135,7 +135,7 @@ def test_an_interrupt_keeps_what_was_measured(
     monkeypatch.setattr(demo.Run, "step", interrupted)
     (tmp_path / "results.json").write_text('"of an earlier run"')
     assert run_demo(tmp_path, "--model", "digits", code=130) == "of an earlier run"
-    assert capsys.readouterr().err == "\ninterrupted; no step was taken\n"
+    assert capsys.readouterr().err == "\ninterrupted; no step was run\n"
     left[0] = 7
     results = run_demo(tmp_path, "--model", "digits", code=130)
     assert "\ninterrupted; the measurements so far are in" in capsys.readouterr().err
