@@ -136,6 +136,7 @@ def _verify(options: Any, examination: Examination, seconds: float) -> None:
     base = run.losses
     if report.skips_many and report.skips >= report.steps - 1:  # no step was executed
         base = {site: dict.fromkeys(losses, math.nan) for site, losses in base.items()}
+    _show("the script runs again, and overwrites its output files")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended prints its results
     try:
         verify(report, run, attempt, base, max_runs=_MAX_RUNS, seconds=seconds + 60, is_script=True, show=_show)

@@ -31,7 +31,7 @@ if checkpoint.exists():
     start = saved["step"]
     batches.set_state(saved["batches"])
     if start >= steps:
-        sys.exit(f"{checkpoint} is after {start} steps, and this run ends at {steps}: give it more, or delete the file")
+        sys.exit(f"{checkpoint} has {start} steps, and this run ends at {steps}: ask for more steps, or delete it")
 
 for step in range(start, steps):
     rows = torch.randint(1500, (64,), generator=batches)
