@@ -35,11 +35,13 @@ def _unscale_into_block(
     x = load_block(source, o, mask, bad.dtype, MASKED)
     if SCALES:
         x = (x * inv_scale).to(to.dtype.element_ty).to(bad.dtype)
+    if ACCUMULATE:
+        store_block(to, o, load_block(to, o, mask, bad.dtype, MASKED) + x, mask, MASKED)
+    else:
+        store_block(to, o, x, mask, MASKED)
+    if SCALES:
         # Adds 0 for a finite value, NaN for any other; NaN remains.
         bad += x * 0.0
-    if ACCUMULATE:
-        x += load_block(to, o, mask, bad.dtype, MASKED)
-    store_block(to, o, x, mask, MASKED)
     return bad
 
 
