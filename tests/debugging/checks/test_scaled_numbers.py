@@ -127,6 +127,11 @@ def gradients_that_are_cleared(t: Training, loss: Tensor) -> None:
     t.scaler.scale(t.model(t.x).mean()).backward()
 
 
+def clipped(t: Training, loss: Tensor) -> None:
+    t.scaler.unscale_(t.optimizer)
+    assert float(nn.utils.clip_grad_norm_(t.parameters, 1.0)) < 1e3
+
+
 # fmt: off
 # The line with the fault is that of the lambda, or has the comment.
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -165,7 +170,7 @@ RIGHT_LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 RIGHT_USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "gradients that are cleared": gradients_that_are_cleared,
     "noise after unscaling": lambda t, loss: (t.scaler.unscale_(t.optimizer), USES["noise"](t, loss)),
-    "clipped": lambda t, loss: (t.scaler.unscale_(t.optimizer), float(nn.utils.clip_grad_norm_(t.parameters, 1.0))),
+    "clipped": clipped,
     "logged norm": lambda t, loss: [g.norm(2).item() / t.scale for g in t.gradients],
     "finite": lambda t, loss: [math.isfinite(loss.item()), *(bool(g.isfinite().all()) for g in t.gradients)],
     "no NaN": lambda t, loss: any(g.isnan().any() for g in t.gradients),
