@@ -119,6 +119,7 @@ class WeightCasts:
                 not weight.requires_grad
                 or not weight.is_leaf
                 or weight._is_view()
+                or weight.is_inference()  # has no version counter
                 or weight.dtype not in source_dtypes
                 or not on_device(weight)
             ):
@@ -128,7 +129,7 @@ class WeightCasts:
                 version = weight._version  # read before the cast, so that a write during the cast invalidates it
                 if type(weight) in _PLAIN_TENSORS and (functorch_level() is None or not is_functorch_wrapped(weight)):
                     address, storage = weight.data_ptr(), weakref.ref(weight.untyped_storage())
-            except RuntimeError:  # inference tensors have no version, sparse tensors no memory of their own
+            except RuntimeError:  # sparse tensors have no memory of their own
                 return cast.tensor(weight)
             self._since_step = _Steps.since_last = _Steps.since_last or object()
             if in_inference or _grad_enabled():
