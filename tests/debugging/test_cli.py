@@ -110,4 +110,4 @@ def test_a_reader_that_has_ended_is_no_bad_input(
         patched.setattr(sys, "stdout", broken)
         code = main(["debug", "train.py"])
     assert code == 141
-    assert capfd.readouterr().err == "ampkit debug: the script starts\n"
+    assert capfd.readouterr().err.startswith("ampkit debug: the script starts\n")

@@ -64,7 +64,7 @@ def test_the_tutorial_learns_and_resumes(
     train(last, 60)  # saved in step 50
     assert train(last, 100) == whole
     torch.testing.assert_close(torch.load(tmp_path / "digits.pt")["model"], weights, rtol=0, atol=0)
-    with pytest.raises(SystemExit, match=r"digits\.pt is after 100 steps, and this run ends at 100"):
+    with pytest.raises(SystemExit, match=r"digits\.pt has 100 steps, and this run ends at 100"):
         train(last, 100)
     rows = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(0, 60, 10), *range(50, 100, 10)]

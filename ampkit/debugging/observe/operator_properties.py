@@ -60,12 +60,14 @@ class OperatorProperties:
         self.opaque_state = any(part in self.name for part in _PRIVATE_RNNS) or any(
             part in argument.name for argument in schema.arguments for part in ("workspace", "reserve")
         )
-        # Positions and names of the arguments that the operator writes. The schema of batch norm omits its statistics.
+        # Positions and names of the arguments that the operator writes. The schema of batch norm omits its statistics,
+        # which its backward only reads.
+        omits_statistics = not self.mutable and not base.endswith("_backward")
         self.writes = tuple(
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)
             if (argument.alias_info is not None and argument.alias_info.is_write)
-            or (argument.name in ("running_mean", "running_var") and not self.mutable)
+            or (argument.name in ("running_mean", "running_var") and omits_statistics)
         )
         # Whether it replaces all values of these arguments without reading them.
         self.overwrites = self.mutable and (

@@ -127,6 +127,13 @@ def gradients_that_are_cleared(t: Training, loss: Tensor) -> None:
     t.scaler.scale(t.model(t.x).mean()).backward()
 
 
+def statistics(t: Training, loss: Tensor) -> None:
+    """Backward of batch norm reads the statistics, and evaluation uses them."""
+    norm = nn.BatchNorm1d(t.x.shape[1])
+    t.scaler.scale(norm(t.x).square().mean()).backward()
+    norm.eval()(t.x)
+
+
 def clipped(t: Training, loss: Tensor) -> None:
     t.scaler.unscale_(t.optimizer)
     assert float(nn.utils.clip_grad_norm_(t.parameters, 1.0)) < 1e3
@@ -170,6 +177,7 @@ RIGHT_LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 RIGHT_USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "gradients that are cleared": gradients_that_are_cleared,
     "noise after unscaling": lambda t, loss: (t.scaler.unscale_(t.optimizer), USES["noise"](t, loss)),
+    "statistics of batch norm": statistics,
     "clipped": clipped,
     "logged norm": lambda t, loss: [g.norm(2).item() / t.scale for g in t.gradients],
     "finite": lambda t, loss: [math.isfinite(loss.item()), *(bool(g.isfinite().all()) for g in t.gradients)],
