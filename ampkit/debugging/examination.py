@@ -20,7 +20,7 @@ from ampkit.debugging.checks import CHECKS
 from ampkit.debugging.checks.check import Check, overridden
 from ampkit.debugging.finding import Finding, Fix, NonFiniteError, Report
 from ampkit.debugging.observe.call import Call
-from ampkit.debugging.observe.observer import Observer
+from ampkit.debugging.observe.observer import UNOBSERVED, Observer
 from ampkit.debugging.observe.ranks import rank
 from ampkit.debugging.snapshot import TrainingSnapshot
 from ampkit.debugging.trials import step_attempt
@@ -110,6 +110,10 @@ class Examination:
             report.not_checked.append(
                 f"the operators of {run.unobserved} of {report.steps} steps, after the first ones"
             )
+            for finding in report.nonfinite:
+                if finding.kind == "arrived" and finding.grade == "error":
+                    first = max(0, finding.step - UNOBSERVED)
+                    finding.fix = Fix(f"--from-step {first}: the operators of some steps before were not checked")
         if run.missed is not None:
             text = "the loss became inf or NaN in step {0}, whose operators were not checked: --from-step {0}"
             report.not_checked.append(text.format(run.missed))

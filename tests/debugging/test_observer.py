@@ -167,6 +167,8 @@ def test_some_steps_of_a_long_run_are_observed(fault: bool, monkeypatch: pytest.
     assert report.steps == 160
     assert f"the operators of {160 - len(expected)} of 160 steps" in report.not_checked[0]
     assert ["--from-step 60" in text for text in report.not_checked[1:]] == [True] * bool(fault)
+    arrived = [finding.fix.code for finding in report.nonfinite if finding.kind == "arrived"]
+    assert [code.startswith("--from-step 0: ") for code in arrived] == [True] * bool(fault)
     assert not _get_current_dispatch_mode_stack()
     with pytest.raises(NonFiniteError, match="step 60"):  # which observes all
         _seen_in(Examination(on_nonfinite="raise"), math.inf)

@@ -88,6 +88,8 @@ class Sums(Check):
                     self._sums.discard(output)
             return
         if is_state and (outputs[0].dtype not in SIXTEEN_BIT or isinstance(outputs[0], Parameter)):
+            for output in outputs:
+                self._sums.discard(output)
             return  # `updates` checks parameters
         is_activation = torch.is_grad_enabled() and any(each.requires_grad for each in call.tensors)
         if is_activation and any(output.numel() > 1 for output in outputs):

@@ -38,8 +38,9 @@ from ampkit.dtypes import SIXTEEN_BIT, dtype_name
 from ampkit.torch_private import ObserverMode, OpOverload, dispatch_modes, loaded, n_dispatch_modes
 
 # After this many steps and operators, operators are observed in `_BURST` of each `_PERIOD` steps.
-_FULL_STEPS, _FULL_OPERATORS = 32, 1 << 14
+_FULL_STEPS, _FULL_OPERATORS = 32, 1 << 19
 _BURST, _PERIOD = 16, 128
+UNOBSERVED = _PERIOD - _BURST  # the most steps in a row without
 
 
 class _Thread(threading.local):

@@ -64,6 +64,41 @@ def test_rounding_of_a_sum_that_moves_is_no_finding() -> None:
     )  # an eps, each time on another
 
 
+def test_copies_of_weights_that_an_optimizer_changes_are_no_sums() -> None:
+    """As in SAM, where the weights are replaced by their copies before the step."""
+
+    def run() -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(12):
+            copies = [p.data.clone() for p in model.parameters()]
+            model(torch.ones(2)).sum().backward()
+            for p, copy in zip(model.parameters(), copies, strict=True):
+                p.data = copy
+            optimizer.step()
+
+    assert [each for each in findings(run) if each.check == "sums"] == []
+
+
+def test_moments_in_bfloat16_that_stop_changing_are_a_note() -> None:
+    moment = torch.zeros(300, dtype=B16)
+
+    class Decaying(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            moment.mul_(0.999).add_(1.0, alpha=0.001)  # a moment
+
+    def run() -> None:
+        model = nn.Linear(2, 2)
+        optimizer = Decaying(model.parameters(), 0.1)
+        for _ in range(400):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+
+    found = [each for each in findings(run) if each.check == "sums"]
+    assert [(each.grade, each.place.line) for each in found] == [("note", line_of(__file__, "a moment"))]
+
+
 def test_additions_to_different_views_of_a_tensor_are_different_sums() -> None:
     def run() -> None:
         torch.manual_seed(0)
