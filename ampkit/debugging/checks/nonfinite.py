@@ -38,6 +38,7 @@ class _Input(NamedTuple):
     before: Tensor  # its values as they were before the call
     tensor: Tensor
     writers: tuple[int, ...]  # the stored events that wrote it, in this step or before
+    empty: tuple[Call, tuple[int, ...]] | None  # the call that made it, and of which events, if it was not written yet
 
 
 class NonFinite(Check):
@@ -70,7 +71,8 @@ class NonFinite(Check):
         read = [] if op.shape_only else call.tensors
         if op.overwrites:
             read = [each for each in read if not any(each is other for other in call.written)]
-        inputs = [_Input(call.before.get(id(each), each), each, self._writers_of(each)) for each in read]
+        before = call.before
+        inputs = [_Input(before.get(id(x), x), x, self._writers_of(x), self._empty.get(x)) for x in read]
         indices = {event.index for each in inputs for event in self._events_of(each.writers)}
         if not call.outputs:  # a comparison, an index, or a number on the host
             indices = {index for index in indices if not self._events[index].scalar}  # loops often check a loss
@@ -80,11 +82,12 @@ class NonFinite(Check):
             return
         event = self._new_event(call.phase, indices)
         event.scalar = all(output.numel() == 1 for output in call.outputs)
+        if indices or not is_finite:
+            self._events[event.index] = event  # it may mask a non-finite value
         if is_finite and (op.is_empty or not indices):
             self._note_writer(call, inputs=event.inputs)
             return
         self._note_writer(call, event.index)
-        self._events[event.index] = event  # it may mask a non-finite value
         for low, high in call.ranges:
             event.note_range(low, high)
         if event.nonfinite:
@@ -294,11 +297,11 @@ class NonFinite(Check):
         if any(writer.nonfinite for writer in self._events_of(argument.writers)):
             return ()
         latest = self._writers.get(argument.tensor)
-        made = self._empty.get(argument.tensor)
-        if made is not None:
-            writer = self._new_event(made[0].phase, made[1])
-            cause = causes.UNINITIALIZED if made[0].op.uninitialized else causes.RECEIVED
-            self._begin_finding(writer, made[0], argument.tensor).cause = cause
+        if argument.empty is not None:
+            made, sources = argument.empty
+            writer = self._new_event(made.phase, sources)
+            cause = causes.UNINITIALIZED if made.op.uninitialized else causes.RECEIVED
+            self._begin_finding(writer, made, argument.tensor).cause = cause
             writer.note_range(low, high)
             if any(index in self._events and self._events[index].nonfinite for index in writer.inputs):
                 writer.known.cause = causes.PROPAGATED  # this rank sent a non-finite value itself
