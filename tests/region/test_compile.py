@@ -278,7 +278,8 @@ def test_options_of_inductor_keep_the_casts_between_fused_operators() -> None:
         assert (counted["autograd_cache_saved"], counted["autograd_cache_bypass"]) == (len(options), 0)
         torch.compile(autocast("cpu")(fused))(x)
         assert (counted["autograd_cache_saved"], counted["autograd_cache_bypass"]) == (len(options), 1)
-    assert max(differing[1:]) < 0.5 * differing[0], differing
+    if not torch.__version__.startswith("2.11."):  # where the option has no effect on a CPU
+        assert max(differing[1:]) < 0.5 * differing[0], differing
 
 
 # Backward: in the dtypes of eager code, which runs it outside regions
