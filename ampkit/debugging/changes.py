@@ -297,13 +297,18 @@ class LearningRate:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Return a context in which a training runs as if the code were there."""
+        before: dict[Any, list[Any]] = {}
 
-        def multiply(optimizer: Any, factor: float) -> None:
+        def starts(optimizer: Any, args: Any, kwargs: Any) -> None:
+            before[optimizer] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
+                group["lr"] = group["lr"] * self.factor
 
-        starts = register_optimizer_step_pre_hook(lambda optimizer, *_: multiply(optimizer, self.factor))
-        with starts, register_optimizer_step_post_hook(lambda optimizer, *_: multiply(optimizer, 1 / self.factor)):
+        def ended(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for group, rate in zip(optimizer.param_groups, before[optimizer], strict=True):
+                group["lr"] = rate
+
+        with register_optimizer_step_pre_hook(starts), register_optimizer_step_post_hook(ended):
             yield
 
 

@@ -35,6 +35,7 @@ _CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
 }
+PLAIN_TENSORS = frozenset({Tensor, Parameter})  # other types may dispatch operators in their own way
 _ON_DEVICE: dict[str, Callable[[Tensor], bool]] = {"cpu": attrgetter("is_cpu"), "cuda": attrgetter("is_cuda")}
 
 

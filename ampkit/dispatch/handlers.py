@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.dispatch.casting import Cast, cast_to
+from ampkit.dispatch.casting import PLAIN_TENSORS, Cast, cast_to
 from ampkit.dispatch.dispatcher import AUTOCAST_KEYS, OPERATORS, autocast_key, is_ahead, keys_ahead, keysets
 from ampkit.policy.operators import argument_names, dtype_overload, python_binding, takes_numbers
 from ampkit.policy.policy import RuleTable, torch_rules
@@ -38,7 +38,6 @@ __all__ = ["BOUND_NAMES", "GENERAL_HANDLERS", "handlers_for"]
 
 Handler = Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], Any]  # mode, dispatch keys, arguments
 
-_PLAIN_TENSORS = frozenset({Tensor, Parameter})
 # Looked up in torch, whose module has a `__getattr__`, they would take ten times as long.
 _FLOAT32, _dtype_of = torch.float32, torch.get_autocast_dtype
 _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
@@ -112,7 +111,7 @@ def _casting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> 
         casts = not in_torch
         for n in positions[len(args)]:
             tensor = args[n]
-            if type(tensor) in _PLAIN_TENSORS:
+            if type(tensor) in PLAIN_TENSORS:
                 casts = casts or (tensor.dtype is _FLOAT32) is lower
             elif tensor is not None:
                 return general(mode, keys, args, kwargs)
@@ -150,7 +149,7 @@ def _promoting_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -
         dtypes = set()
         for n in positions[len(args)]:
             tensors = args[n] if type(args[n]) is list else (args[n],)
-            if not _PLAIN_TENSORS.issuperset(map(type, tensors)):
+            if not PLAIN_TENSORS.issuperset(map(type, tensors)):
                 return general(mode, keys, args, kwargs)
             dtypes.update([tensor.dtype for tensor in tensors])
         if is_excluded(autocast):
@@ -169,7 +168,7 @@ def _dtype_handler(op: OpOverload, rule: Rule, device_type: str, key: Any) -> Ha
     dtype_at = argument_names(op).index("dtype")
 
     def handler(mode: Any, keys: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if functorch_level() is not None or type(args[0]) not in _PLAIN_TENSORS:
+        if functorch_level() is not None or type(args[0]) not in PLAIN_TENSORS:
             return general(mode, keys, args, kwargs)
         if is_excluded(autocast):
             return call(args, kwargs, False)

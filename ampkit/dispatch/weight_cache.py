@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampkit.dispatch.casting import PLAIN_TENSORS
 from ampkit.torch_private import (
     functorch_level,
     is_functorch_wrapped,
@@ -39,7 +39,6 @@ from ampkit_kernels import CURRENT_CUDA, is_capturing
 __all__ = ["WeightCasts", "invalidate_casts"]
 
 _cache_enabled = torch.is_autocast_cache_enabled
-_PLAIN_TENSORS = frozenset({Tensor, Parameter})
 _inference_mode, _grad_enabled = torch.is_inference_mode_enabled, torch.is_grad_enabled
 
 
@@ -127,7 +126,7 @@ class WeightCasts:
             address, storage = None, None  # no memory of tensors that wrap others
             try:
                 version = weight._version  # read before the cast, so that a write during the cast invalidates it
-                if type(weight) in _PLAIN_TENSORS and (functorch_level() is None or not is_functorch_wrapped(weight)):
+                if type(weight) in PLAIN_TENSORS and (functorch_level() is None or not is_functorch_wrapped(weight)):
                     address, storage = weight.data_ptr(), weakref.ref(weight.untyped_storage())
             except RuntimeError:  # sparse tensors have no memory of their own
                 return cast.tensor(weight)

@@ -39,7 +39,7 @@ class Casts(Check):
 
     def operator_ran(self, call: Call) -> None:
         base, output = call.op.base, call.result
-        if call.phase != "forward" or not isinstance(output, Tensor) or is_opaque(output) or not output.numel():
+        if not isinstance(output, Tensor) or is_opaque(output) or not output.numel():
             return
         if call.ranges:
             self._check_spacing(call, output)

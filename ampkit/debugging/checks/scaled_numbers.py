@@ -71,7 +71,7 @@ class ScaledNumbers(Check):
 
     def unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         what = "gradients that do not carry the loss scale, all or in part, are divided by it"
-        why = "here they lose it, or those of a loss that is not scaled are added; then the scaler divides them"
+        why = "the loss scale is lost here, or gradients without it are added; the scaler divides all of them by it"
         if scaler.is_enabled():
             self._check([p.grad for p in parameters_of(optimizer)], lambda degree: degree == 0, why, what)
         yield
@@ -97,7 +97,7 @@ class ScaledNumbers(Check):
     def operator_ran(self, call: Call) -> None:
         if call.phase == "scaler":
             self._note_scaler(call)
-        elif self._scale and call.phase != "optimizer" and not self._clips:
+        elif self._scale and not self._clips:
             known = [self._scaled.get(each) for each in call.tensors]
             if any(known):
                 self._follow(call, known)

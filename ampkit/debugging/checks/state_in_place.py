@@ -40,14 +40,14 @@ class StateInPlace(Check):
         return phase == "forward" and op.base in ("copy", "_to_copy")
 
     def operator_ran(self, call: Call) -> None:
-        if call.phase != "forward" or not call.outputs:
+        if not call.outputs:
             return
         if call.op.base == "copy":
             target, source = call.args[:2]
             known = self._rounded.get(source) if isinstance(source, Tensor) and not is_opaque(source) else None
             if known is not None and target.dtype not in SIXTEEN_BIT and known.source == storage_key(target):
                 self._add(call, target, known.dtype, "are written back to it after a cast")
-        elif call.op.base == "_to_copy":
+        else:
             self._note_cast(call, call.args[0], call.outputs[0])
 
     def _note_cast(self, call: Call, source: Tensor, output: Tensor) -> None:

@@ -98,11 +98,9 @@ class Trained(Check):
         return noted
 
     def observes(self, op: OperatorProperties, phase: Phase) -> bool:
-        return phase in ("forward", "backward")
+        return phase == "forward"
 
     def operator_ran(self, call: Call) -> None:
-        if call.phase != "forward":
-            return
         is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
         if not call.op.mutable and call.outputs and not is_differentiated:
             self._made.set(call.outputs[0], _Made(time.perf_counter(), call.caller, call.module is not None))

@@ -37,10 +37,10 @@ class Zeros(Check):
     def operator_ran(self, call: Call) -> None:
         if not call.outputs or not call.ranges:
             return
-        if call.phase == "backward" and not call.caller.outside and call.op.name == "aten::_to_copy":
-            self._note_hook(call, call.args[0], call.outputs[0])
-        if call.phase == "forward" and call.outputs[0].dtype in SIXTEEN_BIT and call.op.base in _MAKE_SMALL:
+        if call.phase == "forward" and call.outputs[0].dtype in SIXTEEN_BIT:
             self._check(call)
+        elif call.phase == "backward" and not call.caller.outside:
+            self._note_hook(call, call.args[0], call.outputs[0])
 
     def _check(self, call: Call) -> None:
         output, (low, high) = call.outputs[0], call.ranges[0]

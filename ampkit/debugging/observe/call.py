@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampkit.containers import map_tensors
 from ampkit.debugging.observe.call_sites import Caller, ModuleCall
-from ampkit.debugging.observe.operator_properties import OperatorProperties
+from ampkit.debugging.observe.operator_properties import OperatorProperties, floats_in
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
@@ -35,9 +35,9 @@ class Call:
     ranges: Sequence[tuple[float, float]] = ()  # smallest and largest value of each output; () if memory is not written
 
     @property
-    def scalars(self) -> tuple[float, ...]:
+    def scalars(self) -> list[float]:
         """The Python floats among its arguments."""
-        return tuple([each for each in (*self.args, *self.kwargs.values()) if type(each) is float])
+        return floats_in(self.args, self.kwargs)
 
     @property
     def site(self) -> tuple[int, int]:

@@ -20,7 +20,13 @@ from torch.nn import Module, Parameter
 from ampkit.debugging.finding import Losses, Place
 from ampkit.debugging.observe.call import Call, Phase
 from ampkit.debugging.observe.call_sites import Caller, ModuleCalls, find_caller
-from ampkit.debugging.observe.operator_properties import OperatorProperties, properties_of, readable, tensors_in
+from ampkit.debugging.observe.operator_properties import (
+    OperatorProperties,
+    outputs_of,
+    properties_of,
+    readable,
+    tensors_in,
+)
 from ampkit.debugging.observe.tape import Tape
 from ampkit.debugging.observe.tensor_values import extremes
 from ampkit.debugging.observe.training_loop import TrainingLoop
@@ -301,10 +307,7 @@ class Observer(ObserverMode):
             self.tape.record(call)
         if call.starts_backward:
             self._note_loss(float(call.tensors[0].detach()) / (self.scale or 1.0), call.caller)
-        results = [result] if type(result) is Tensor else tensors_in(result)
-        call.outputs = readable(
-            {id(each): each for each in (*results, *call.written)}.values() if op.writes else results
-        )
+        call.outputs = readable(outputs_of(result, call.written))
         if not op.is_empty:
             call.ranges = [extremes(output) for output in call.outputs]
         for output in call.outputs:

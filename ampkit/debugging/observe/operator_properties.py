@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -82,13 +82,6 @@ class OperatorProperties:
             return []
         return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes])
 
-    def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the tensors that a call returned or wrote to, each once."""
-        tensors = tensors_in(result)
-        if self.writes:
-            tensors = list({id(tensor): tensor for tensor in (*tensors, *self.written(args, kwargs))}.values())
-        return tensors
-
 
 _properties: dict[int, OperatorProperties] = {}  # by identity: hashing an operator calls Python code
 
@@ -103,6 +96,8 @@ def properties_of(func: OpOverload) -> OperatorProperties:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in an argument or a result: the value itself, or the items of lists, tuples and dicts."""
+    if type(value) is Tensor:
+        return [value]
     tensors: list[Tensor] = []
     _collect((value,), tensors)
     return tensors
@@ -121,6 +116,17 @@ def _collect(values: Iterable[Any], tensors: list[Tensor]) -> None:
             _collect(item.values(), tensors)
         elif isinstance(item, Tensor):  # the last test: it is slow if it fails
             tensors.append(item)
+
+
+def outputs_of(result: Any, written: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that a call returned or wrote to, each once."""
+    results = tensors_in(result)
+    return list({id(tensor): tensor for tensor in (*results, *written)}.values()) if written else results
+
+
+def floats_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[float]:
+    """Return the Python floats among arguments."""
+    return [argument for argument in (*args, *kwargs.values()) if type(argument) is float]
 
 
 def item_of(arguments: Any, index: int, count: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.observe.call import Call
-from ampkit.debugging.observe.operator_properties import OperatorProperties, converted_arguments, tensors_in
+from ampkit.debugging.observe.operator_properties import OperatorProperties, converted_arguments, outputs_of, tensors_in
 
 
 def float64_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,7 +31,8 @@ def run_in_float64(op: OperatorProperties, args: tuple[Any, ...], kwargs: dict[s
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=op.random):
         result = op.func(*args, **kwargs)
-    return [each for each in op.outputs(result, args, kwargs) if each.is_floating_point() or each.is_complex()]
+    outputs = outputs_of(result, op.written(args, kwargs))
+    return [each for each in outputs if each.is_floating_point() or each.is_complex()]
 
 
 def float64_results(call: Call) -> list[Tensor]:

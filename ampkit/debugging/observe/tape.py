@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.debugging.observe.call import Call
-from ampkit.debugging.observe.operator_properties import item_of, tensors_in
+from ampkit.debugging.observe.operator_properties import floats_in, item_of, tensors_in
 from ampkit.debugging.torch_private import StorageWeakRef, is_opaque, negative_view, revived, storage_key
 
 _SMALL = 4096  # bytes of a storage that is always saved
@@ -87,7 +87,7 @@ class Recorded:
     @property
     def scalars(self) -> list[float]:
         """The Python floats among its arguments."""
-        return [argument for argument in (*self.args, *self.kwargs.values()) if type(argument) is float]
+        return floats_in(self.args, self.kwargs)
 
     @property
     def outputs(self) -> list[View]:
@@ -149,8 +149,7 @@ class Tape:
 
     def record(self, call: Call) -> None:
         """Record a call that has run."""
-        result = call.result
-        results = [result] if type(result) is Tensor else tensors_in(result)
+        results = tensors_in(call.result)
         kwargs = {key: _aliased(value) for key, value in call.kwargs.items()} if call.kwargs else {}
         before = [call.before.get(id(tensor)) for tensor in call.written]
         aliases = [tensor.detach() for tensor in results]

@@ -140,7 +140,7 @@ def clipped(t: Training, loss: Tensor) -> None:
 
 
 # fmt: off
-# The line with the fault is that of the lambda, or has the comment.
+# A fault is on the line of its lambda, or on the line with the comment.
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "penalty of the norm": lambda t, loss: loss + sum(g.pow(2).sum() for g in t.scaled(loss)) ** 0.5,
     "penalty to one": lambda t, loss: loss + 10 * (t.slope().norm(dim=1) - 1).square().mean(),
